@@ -369,9 +369,15 @@ class SampledEntries(NamedTuple):
     rows: Tensor  # (entries,) int32 rows of the call
     values: Tensor  # (entries,) of the accumulation dtype, 0 for entries that were dropped
     classes: Tensor  # (entries,) int32; V for entries that were dropped
+    logits: Tensor | None  # (num_listed,) of all terms; None: of the only term, not stored
     num_listed: int  # the size of the list; behind it are the candidates of each row
+    num_candidates: int  # of a row
     first_class: int  # see `Marks`
     sample_below: float
+
+    def of_candidates(self, memory: Tensor) -> Tensor:
+        """Return the part of a field that belongs to the candidates of the selected rows, (rows, K)."""
+        return memory[self.num_listed :].unflatten(0, (-1, self.num_candidates))
 
 
 def num_frequent(vocab_size: int) -> int:
@@ -439,18 +445,6 @@ class Backend(Protocol):
         x: (rows, H), weight: (V, H), of half precision. Temporary memory: `fused_product_scratch_bytes`.
         """
 
-    def choose_frequent(self, z: Tensor, target: Tensor, out: Tensor) -> None:
-        """Write the frequent classes to `out`, (K,): targets, and the classes with the largest `z`. If there are more
-        than K targets, those with the largest `z`.
-
-        Args:
-            z: (V + 2,), overwritten. The last two are not read.
-            target: (N,); -1 or -2 where it is no class.
-        """
-
-    def mark_frequent(self, place: Tensor, out: Tensor) -> None:
-        """Write the bits of classes with ``place >= 0``, (V,), and of the columns behind them to `out`, (words,)."""
-
     def set_thresholds(
         self, x: Tensor, target: Tensor, index: Tensor | None, first_row: int, logarithm: float, threshold: Tensor,
         seeds: Tensor,
@@ -475,18 +469,15 @@ class Backend(Protocol):
 
         Args:
             words: (rows, words of all classes) of `mark_entries`.
-            omitted: (words of all classes,) int32: the bits of frequent classes.
+            omitted: (words of all classes,) int32: the bits of frequent classes. There are none behind the classes.
             target: (rows,) the target's class; negative: none.
             out: the list. ``bounds[0]`` is set, the other bounds of these rows are written.
         """
 
-    def sampled_logits(self, x: Tensor, weight: Tensor, samples: Samples, out: Tensor) -> None:
-        """Add ``x[row] @ weight[class]`` of each entry of some rows to `out`, (entries of all rows,)."""
-
     def sampled_gradient(
-        self, x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int,
-        out: SampledEntries, *, logits: Tensor | None, dense: Tensor | None, grad: Tensor | None,
-        index: Tensor | None, gradient_scale: Tensor | None, candidates: tuple[Tensor, Tensor] | None = None,
+        self, x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, index: Tensor | None,
+        out: SampledEntries, dense: Tensor | None, grad: Tensor | None, gradient_scale: Tensor | None,
+        only_logits: bool,
     ) -> None:  # fmt: skip
         """Compute the values of the entries of some rows, and dX.
 
@@ -498,21 +489,21 @@ class Backend(Protocol):
             x: (rows, H); weight: (V, H).
             call: of all classes, with `row_gradient`.
             samples: of these rows, the first of which is `first_row` of all selected rows.
-            out: of all rows.
-            logits: (entries of all rows,) of `sampled_logits`; None: the entries' logits are computed here.
+            index: (rows,) the rows of the call, for `grad` and ``out.rows``; None: in `grad` these rows.
+            out: of all rows. dX includes the candidates of these rows.
             dense: (rows, H) added to dX; None: 0.
             grad: ``grad[index] = (dense + sum of value * weight[class]) / gradient_scale``; None: not requested.
-            index: (rows,) the rows of the call, for `grad` and ``out.rows``; None: in `grad` these rows.
-            candidates: classes and values of more entries, (rows, K), for dX; other ids than classes are left out.
+            only_logits: add ``x[row] @ weight[class]`` of each entry to ``out.logits``, and write nothing else.
         """
 
     def sampled_weight_gradient(
         self, x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, frequent: Tensor, place: Tensor,
-        dense: Tensor, grad: Tensor, gradient_scale: Tensor | None,
-        subtracted: tuple[Tensor, Tensor] | None = None,
+        dense: Tensor, grad: Tensor, gradient_scale: Tensor | None, class_weight: Tensor | None,
+        subtracted: Tensor | None,
     ) -> None:  # fmt: skip
-        """Write ``grad = (dense[place] + sum of value * x[row]) / gradient_scale``, rounded once. Deterministic.
-        Vectors u (V,) and v (H,) that are `subtracted`: the product of ``u[class]`` and v.
+        """Write ``grad = (dense[place] + sum of value * x[row]) / gradient_scale``, rounded once. Deterministic. With
+        a `class_weight`, (V,), ``class_weight[class] * subtracted``, (H,), is subtracted; without, rows of classes that
+        have neither entries nor a row of `dense` may not be written.
 
         Args:
             x: (rows, H).

@@ -178,11 +178,8 @@ class TorchBackend:
             ratio = z.sub_(marks.threshold[part, None]).exp_()
             words[part] = sampling.pack_marks(sampling.uniform(marks.seeds[part, None], classes) < ratio)
 
-    choose_frequent = staticmethod(sampling.choose_frequent)
-    mark_frequent = staticmethod(sampling.mark_frequent)
     set_thresholds = staticmethod(sampling.set_thresholds)
     list_entries = staticmethod(sampling.list_entries)
-    sampled_logits = staticmethod(sampling.sampled_logits)
     sampled_gradient = staticmethod(sampling.sampled_gradient)
     sampled_weight_gradient = staticmethod(sampling.sampled_weight_gradient)
 

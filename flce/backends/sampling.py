@@ -17,7 +17,7 @@ from flce.backends.contract import (
     SampledEntries,
     Samples,
 )
-from flce.backends.formulas import is_class, softmax_factor_with_entropy, softmax_minus_target
+from flce.backends.formulas import softmax_factor_with_entropy, softmax_minus_target
 from flce.core.problem import accumulation_dtype
 
 # Multipliers of hashes: of the golden ratio, and of MurmurHash3's finalizer (A. Appleby, public domain).
@@ -27,11 +27,10 @@ MIX_ROWS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64, 0x9E3779B97F4
 _UINT32 = 0xFFFFFFFF
 # Numbers of targets: no class of this process, and ignored.
 NO_TARGET, IGNORED = -1, -2
-# Is added to the logits of targets, so that they are frequent classes.
-TARGET_SCORE = 2.0**20
 # Entries whose rows of x or of a weight are in memory at once.
 ENTRIES_AT_ONCE = 1024
-# Bytes for each class that `choose_frequent` allocates, and that the PyTorch backend allocates for a row of words.
+# Bytes for each class that the choice of frequent classes allocates, and that the PyTorch backend allocates for a row
+# of words.
 CHOICE_BYTES, LIST_BYTES = 48, 6
 
 
@@ -50,16 +49,6 @@ def uniform(seeds: Tensor, classes: Tensor) -> Tensor:
     mixed = (mixed ^ (mixed >> 15)) * MIX_1 & _UINT32
     h = (mixed ^ (seeds.long() & _UINT32)) * MIX_2 & _UINT32
     return ((h >> 9).float() + 0.5) * 2.0**-23
-
-
-def choose_frequent(z: Tensor, target: Tensor, out: Tensor) -> None:
-    z[target] = z[target] + TARGET_SCORE
-    torch.topk(z[:-2], len(out), sorted=False, out=(z.new_empty(len(out)), out))
-
-
-def mark_frequent(place: Tensor, out: Tensor) -> None:
-    behind = len(out) * WORD_CLASSES - len(place)
-    out.copy_(pack_marks(torch.nn.functional.pad(place >= 0, (0, behind), value=True)))
 
 
 def set_thresholds(
@@ -112,21 +101,23 @@ def _entry_slabs(samples: Samples) -> Iterator[tuple[slice, Tensor, Tensor]]:
         yield part, rows[part.start - first : part.stop - first], samples.classes[part].long()
 
 
-def sampled_logits(x: Tensor, weight: Tensor, samples: Samples, out: Tensor) -> None:
-    for part, rows, classes in _entry_slabs(samples):
-        out[part] += torch.einsum("eh,eh->e", x[rows].to(out.dtype), weight[classes].to(out.dtype))
-
-
 def sampled_gradient(
-    x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, out: SampledEntries,
-    *, logits: Tensor | None, dense: Tensor | None, grad: Tensor | None, index: Tensor | None,
-    gradient_scale: Tensor | None, candidates: tuple[Tensor, Tensor] | None = None,
+    x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, index: Tensor | None,
+    out: SampledEntries, dense: Tensor | None, grad: Tensor | None, gradient_scale: Tensor | None,
+    only_logits: bool,
 ) -> None:  # fmt: skip
     accum, inputs = accumulation_dtype(x.dtype), call.inputs
     dx = x.new_zeros(x.shape, dtype=accum) if dense is None else dense
     for part, rows, classes in _entry_slabs(samples):
         w = weight[classes].to(accum)
-        a = torch.einsum("eh,eh->e", x[rows].to(accum), w) if logits is None else logits[part]
+        if out.logits is None or only_logits:
+            a = torch.einsum("eh,eh->e", x[rows].to(accum), w)
+        else:
+            a = out.logits[part]
+        if only_logits:
+            assert out.logits is not None
+            out.logits[part] += a
+            continue
         a = a if inputs.bias is None else a + inputs.bias[classes]
         inverse = None if inputs.inverse_temperature is None else inputs.inverse_temperature[rows]
         z = call.spec.transform(a[:, None], inverse)
@@ -146,9 +137,11 @@ def sampled_gradient(
         dx.index_add_(0, rows, w.mul_(values[:, None]))
     if grad is None:
         return
-    for ids, values in () if candidates is None else zip(*(t.t() for t in candidates), strict=True):
-        valid = is_class(ids, len(weight))
-        dx.addcmul_(weight[ids.where(valid, 0)].to(accum), values.where(valid, 0.0)[:, None])
+    if out.num_candidates:
+        classes, values = (out.of_candidates(t)[first_row : first_row + len(x)] for t in (out.classes, out.values))
+        for ids, value in zip(classes.t(), values.t(), strict=True):
+            valid = ids < len(weight)
+            dx.addcmul_(weight[ids.where(valid, 0)].to(accum), value.where(valid, 0.0)[:, None])
     dx = dx if gradient_scale is None else dx / gradient_scale
     if index is None:
         grad.copy_(dx)
@@ -158,13 +151,13 @@ def sampled_gradient(
 
 def sampled_weight_gradient(
     x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, frequent: Tensor, place: Tensor, dense: Tensor,
-    grad: Tensor, gradient_scale: Tensor | None, subtracted: tuple[Tensor, Tensor] | None = None,
+    grad: Tensor, gradient_scale: Tensor | None, class_weight: Tensor | None, subtracted: Tensor | None,
 ) -> None:  # fmt: skip
     total = x.new_zeros(grad.shape, dtype=dense.dtype)
     total[frequent] = dense
     for part in order[: int(bounds[-1])].split(ENTRIES_AT_ONCE):
         rows = x[entries.rows[part].long()].to(total.dtype)
         total.index_add_(0, entries.classes[part].long(), rows.mul_(entries.values[part, None]))
-    if subtracted is not None:
-        total.addr_(*subtracted, alpha=-1.0)
+    if class_weight is not None and subtracted is not None:
+        total.addr_(class_weight, subtracted, alpha=-1.0)
     grad.copy_(total if gradient_scale is None else total.div_(gradient_scale))

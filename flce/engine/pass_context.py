@@ -29,7 +29,7 @@ from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulatio
 from flce.core.slices import offset_slice, slice_columns, slice_rows
 from flce.engine.arena import Arena
 from flce.engine.case import BLOCK_ROWS, Dtypes
-from flce.engine.selection import Selection
+from flce.engine.selection import DeviceInt, Selection
 from flce.engine.shards import Rows
 from flce.engine.top_k import TopK
 
@@ -435,36 +435,24 @@ class PassContext:
 
     def count_entries(self) -> Callable[[], int | None]:
         """Begin to count the entries of `samples`. The result waits for the device and returns their number: None if
-        there are more than the list has room for, if a sum of exponentials is not finite, or while a CUDA graph is
-        captured. All processes of a divided head then compute dense gradients."""
+        there are more than the list has room for, or if a sum of exponentials is not finite. All processes of a divided
+        head then compute dense gradients."""
         samples, rows = self.samples, self.selection.num_rows
-        if self.problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return lambda: None
         count = samples.bounds[rows]
         failed = (count > len(samples.classes)) | ~self.normalizer[:LOGPROB, :rows].isfinite().all()
         failures = self.rows.sum_over_processes(failed.to(torch.int64))
-        on_host = count.masked_fill(failures > 0, -1).to("cpu", non_blocking=True)
-        copied = torch.cuda.Event() if count.is_cuda else None
-        if copied is not None:
-            copied.record(torch.cuda.current_stream(count.device))
+        number = DeviceInt(count.masked_fill(failures > 0, -1))
 
         def wait() -> int | None:
-            if copied is not None:
-                copied.synchronize()
-            num_entries = int(on_host)
-            sampled_passes["dense" if num_entries < 0 else "sampled"] += 1
-            if num_entries >= 0:
-                return num_entries
-            if 2 * sampled_passes["dense"] > sampled_passes.total():
-                find_caller().warn(
-                    f"gradients are not sampled: a token needs more than {ENTRIES_PER_TOKEN} entries on average, or a "
-                    "sum of exponentials is not finite. This is so in most calls until now, and dense gradients take "
-                    "longer than without sample_below. flce.report(model) counts them",
-                    RuntimeWarning,
-                )
-            return None
+            num_entries = number.wait()
+            _count_sampled_pass("dense" if num_entries < 0 else "sampled")
+            return None if num_entries < 0 else num_entries
 
         return wait
+
+    def write_largest(self, x: Tensor, out: Tensor) -> None:
+        """Write the indices of the largest numbers of `x`, as many as `out` has, to `out`."""
+        torch.topk(x, len(out), sorted=False, out=(x.new_empty(len(out)), out))
 
     def sort_entries(self, classes: Tensor) -> tuple[Tensor, Tensor]:
         """Return classes of entries in ascending order, and their positions before."""
@@ -498,3 +486,15 @@ class PassContext:
             self._gradient_calls.clear()
             self._chunk_row_gradient = chunk, self.rows.compute_row_gradient(chunk)
         return self._chunk_row_gradient[1]
+
+
+def _count_sampled_pass(kind: str) -> None:
+    """Count a backward pass in `sampled_passes`. Warn if most passes are dense."""
+    sampled_passes[kind] += 1
+    if kind == "dense" and 2 * sampled_passes["dense"] > sampled_passes.total():
+        find_caller().warn(
+            f"gradients are not sampled: a token needs more than {ENTRIES_PER_TOKEN} entries on average, or a sum of "
+            "exponentials is not finite. This is so in most calls until now, and dense gradients take longer than "
+            "without sample_below. flce.report(model) counts them",
+            RuntimeWarning,
+        )

@@ -263,14 +263,6 @@ class CountingBackend:
         self.add_pass(launches=4)
         self.add_scratch(self.case.num_tokens * contract.SORT_ROW_BYTES)
 
-    def choose_frequent(self, z: Tensor, target: Tensor, out: Tensor) -> None:
-        self.add_pass(*[z] * 8, launches=12)
-        self.add_scratch(len(z) * sampling.CHOICE_BYTES + len(target) * 16)
-
-    def mark_frequent(self, place: Tensor, out: Tensor) -> None:
-        self.add_pass(place)
-        self.add_torch_scratch(len(out) * contract.WORD_CLASSES * sampling.LIST_BYTES * 2)
-
     def set_thresholds(self, x: Tensor, *args: Any) -> None:
         self.add_pass(x)
         self.add_torch_scratch(x.numel() * 8)
@@ -283,10 +275,10 @@ class CountingBackend:
         # Bits of all classes, and positions of typical entries.
         self.add_torch_scratch(words.numel() * contract.WORD_CLASSES * sampling.LIST_BYTES)
 
-    def sampled_logits(self, x: Tensor, weight: Tensor, *args: Any) -> None:
-        self._gather(len(x), weight)
-
-    def sampled_gradient(self, x: Tensor, weight: Tensor, *args: Any, dense: Tensor | None, **options: Any) -> None:
+    def sampled_gradient(
+        self, x: Tensor, weight: Tensor, call: Any, samples: Any, first_row: int, index: Any, out: Any,
+        dense: Tensor | None, *args: Any,
+    ) -> None:  # fmt: skip
         self._gather(len(x), weight)
         self.add_pass(x, *([] if dense is None else [dense, dense]))
 
@@ -373,6 +365,11 @@ class CountingContext(PassContext):
 
     def count_entries(self) -> Callable[[], int | None]:
         return lambda: contract.ENTRIES_PER_TOKEN * self.problem.num_tokens
+
+    def write_largest(self, x: Tensor, out: Tensor) -> None:
+        self._meter.add_pass(*[x] * 8, launches=12)
+        # And targets, whose numbers are read and written.
+        self._meter.add_scratch(len(x) * sampling.CHOICE_BYTES + self.selection.num_rows * 16)
 
     def sort_entries(self, classes: Tensor) -> tuple[Tensor, Tensor]:
         self._meter.add_pass(*[classes] * 8, launches=10)

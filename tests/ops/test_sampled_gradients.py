@@ -180,17 +180,18 @@ def test_backends_draw_the_same_entries(dtype: torch.dtype, device: torch.device
     target = torch.randint(-2, 777, (33,), device=device)
     target[:8], logits[:, 31] = -1, 9.0  # A GPU must not take bit -1 of a word for bit 31.
     index = torch.randperm(100, device=device)[:33]
-    place = torch.randint(-5, 2, (777,), device=device)
-    place[31] = -1
+    frequent = torch.where(torch.rand(1, 777, device=device) < 0.3, torch.inf, -torch.inf)
+    frequent[0, 31], zero = -torch.inf, torch.zeros(1, device=device)
     spec, found = LossSpec(ignore_index=-2, softcap=4.0, logit_scale=2.0), []
     for name in BACKENDS:
         backend = load_backend(name)
         threshold, seeds, omitted = bound.clone(), torch.empty_like(target, dtype=torch.int32), words_of(25, device)
         backend.set_thresholds(x.to(dtype), target, index, 0, 3.0, threshold, seeds)
-        backend.mark_frequent(place, omitted)
         words = words_of(33 * 25, device).view(33, 25)
         inputs = RowInputs(target, None, None, None, None)
         call = StatisticsCall(inputs, spec, TileClasses(0, 777, 777, 777), RowOutputs(*[None] * 8))  # type: ignore[arg-type]
+        one = call._replace(inputs=inputs._replace(target=target[:1]), spec=LossSpec())
+        backend.mark_entries(frequent, one, Marks(zero, zero.view(torch.int32), 0, omitted[None]))
         backend.mark_entries(logits, call, Marks(threshold, seeds, 3, words))
         memory = torch.zeros(sum(Samples.sizes(33, 777)), dtype=torch.int32, device=device)
         samples = Samples.from_memory(memory, 33, 777)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from flce.backends.contract import GradientCall, RowInputs, RowOutputs, StatisticsCall, TileCall
 from flce.backends.eager import TorchBackend
-from flce.backends.sampling import choose_frequent
 from flce.backends.triton import (
     divergence,
     entries,
@@ -194,13 +193,10 @@ class TritonBackend:
     unscaled_weight_gradient = staticmethod(unscaled_weight_gradient)
     add_target_terms = staticmethod(add_target_terms)
     mark_entries = staticmethod(_replayed(sampling.mark_entries))
-    choose_frequent = staticmethod(choose_frequent)
-    mark_frequent = staticmethod(_replayed(sampling.mark_frequent))
     set_thresholds = staticmethod(_replayed(sampling.set_thresholds))
     list_entries = staticmethod(sampling.list_entries)
-    sampled_logits = staticmethod(_replayed(sampling.sampled_logits))
-    sampled_gradient = staticmethod(sampling.sampled_gradient)
-    sampled_weight_gradient = staticmethod(sampling.sampled_weight_gradient)
+    sampled_gradient = staticmethod(_replayed(sampling.sampled_gradient))
+    sampled_weight_gradient = staticmethod(_replayed(sampling.sampled_weight_gradient))
     row_products = staticmethod(_replayed(entries.row_products))
     sum_equal = staticmethod(_replayed(entries.sum_equal))
     write_entries = staticmethod(_replayed(entries.write_entries))

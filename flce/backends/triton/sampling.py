@@ -108,20 +108,6 @@ def threshold_kernel(
     tl.store(threshold_ptr + row, tl.where(is_ignored, float("inf"), threshold))
 
 
-@triton.jit(do_not_specialize=["vocab_size", "size"])
-def frequent_kernel(
-    place_ptr,  # (vocab_size,) int64
-    out_ptr,  # (size,) int32
-    vocab_size,
-    size,
-    COLS: tl.constexpr,
-):
-    column = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
-    place = tl.load(place_ptr + column, mask=column < vocab_size, other=0)
-    word = tl.program_id(0) * (COLS // _WORD) + tl.arange(0, COLS // _WORD)[None, :]
-    tl.store(out_ptr + word, pack_marks(place >= 0, 1, COLS), mask=word < size)
-
-
 @triton.jit(do_not_specialize=["rows", "cols", "first_class", "words_stride"])
 def mark_kernel(
     logits_ptr,  # (rows, cols)
@@ -185,54 +171,43 @@ def load_words(words_ptr, omitted_ptr, word, size, target):
     return tl.where((target >= 0) & (word == target // _WORD), words & (bit ^ 0xFFFFFFFF), words)
 
 
-@triton.jit(do_not_specialize=["words_stride", "size"])
-def count_kernel(
-    words_ptr,  # (rows, size) int32
-    omitted_ptr,  # (size,) int32
-    target_ptr,  # (rows,) int64, -1: none
-    counts_ptr,  # (rows,) int64
-    words_stride,
-    size,
-    WORDS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row).to(tl.int32)
-    total = tl.zeros((WORDS,), tl.int32)
-    for start in range(0, size, WORDS):
-        word = start + tl.arange(0, WORDS)
-        total += popcount(load_words(words_ptr + row * words_stride, omitted_ptr, word, size, target))
-    tl.store(counts_ptr + row, (tl.sum(total, axis=0) + (target >= 0).to(tl.int32)).to(tl.int64))
-
-
 @triton.jit(do_not_specialize=["words_stride", "size", "capacity"])
 def list_kernel(
     words_ptr,  # (rows, size) int32
     omitted_ptr,  # (size,) int32
     target_ptr,  # (rows,) int64, -1: none
-    bounds_ptr,  # (rows + 1,) int64
+    bounds_ptr,  # (rows + 1,) int64: with classes the first entry of each row, else output: their number behind it
     classes_ptr,  # (capacity,) int32
     words_stride,
     size,
     capacity,
+    HAS_CLASSES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int32)
-    first = tl.load(bounds_ptr + row)
-    tl.store(classes_ptr + first, target, mask=(target >= 0) & (first < capacity))
-    first += (target >= 0).to(tl.int64)
+    if HAS_CLASSES:
+        first = tl.load(bounds_ptr + row)
+        tl.store(classes_ptr + first, target, mask=(target >= 0) & (first < capacity))
+        first += (target >= 0).to(tl.int64)
+    total = tl.zeros((WORDS,), tl.int32)
     for start in range(0, size, WORDS):
         word = start + tl.arange(0, WORDS)
         words = load_words(words_ptr + row * words_stride, omitted_ptr, word, size, target)
         count = popcount(words)
-        place = first + tl.cumsum(count, axis=0) - count
-        first += tl.sum(count, axis=0)
-        while tl.max((words != 0).to(tl.int32), axis=0) > 0:
-            lowest = words & ((words ^ 0xFFFFFFFF) + 1)
-            column = word * _WORD + popcount(lowest - 1)
-            tl.store(classes_ptr + place, column, mask=(words != 0) & (place < capacity))
-            place += 1
-            words &= words - 1
+        if HAS_CLASSES:
+            place = first + tl.cumsum(count, axis=0) - count
+            first += tl.sum(count, axis=0)
+            while tl.max((words != 0).to(tl.int32), axis=0) > 0:
+                lowest = words & ((words ^ 0xFFFFFFFF) + 1)
+                column = word * _WORD + popcount(lowest - 1)
+                tl.store(classes_ptr + place, column, mask=(words != 0) & (place < capacity))
+                place += 1
+                words &= words - 1
+        else:
+            total += count
+    if not HAS_CLASSES:
+        tl.store(bounds_ptr + row + 1, (tl.sum(total, axis=0) + (target >= 0).to(tl.int32)).to(tl.int64))
 
 
 @triton.jit
@@ -246,42 +221,11 @@ def entry_rows(
     return tl.load(weight_ptr + place, mask=mask, other=0.0).to(ACCUM)
 
 
-@triton.jit
-def logits_kernel(
-    x_ptr,  # (rows, hidden)
-    weight_ptr,  # (V, hidden)
-    bounds_ptr,  # (rows + 1,) int64
-    classes_ptr,  # (entries,) int32
-    logits_ptr,  # (entries,): the logits are added
-    x_stride,
-    x_col_stride,
-    weight_stride,
-    weight_col_stride,
-    hidden,
-    ACCUM: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, HIDDEN)
-    x = tl.load(x_ptr + row * x_stride + column.to(tl.int64) * x_col_stride, mask=column < hidden, other=0.0).to(ACCUM)
-    stop = tl.load(bounds_ptr + row + 1)
-    for start in tl.range(tl.load(bounds_ptr + row), stop, ENTRIES, num_stages=STAGES):
-        entry = start + tl.arange(0, ENTRIES)
-        exists = entry < stop
-        classes = tl.load(classes_ptr + entry, mask=exists, other=0).to(tl.int64)
-        rows = entry_rows(weight_ptr, classes, exists, weight_stride, weight_col_stride, hidden, HIDDEN, ACCUM)
-        before = tl.load(logits_ptr + entry, mask=exists, other=0.0)
-        tl.store(logits_ptr + entry, before + tl.sum(rows * x[None, :], axis=1), mask=exists)
-
-
 @triton.jit(
     do_not_specialize=[
         "normalizer_stride",
         "row_gradient_stride",
-        "candidate_ids_stride",
-        "candidate_values_stride",
+        "num_listed",
         "num_candidates",
         "first_row",
         "first_class",
@@ -299,16 +243,14 @@ def gradient_kernel(
     bounds_ptr,  # (rows + 1,) int64
     seeds_ptr,  # (rows,) int32
     classes_ptr,  # (entries,) int32
-    logits_ptr,  # (entries,)
+    logits_ptr,  # (entries,); with ONLY_LOGITS the logits are added, and nothing else is written
     dense_ptr,  # (rows, hidden), contiguous
     index_ptr,  # (rows,) int64
     gradient_scale_ptr,  # ()
-    candidate_ids_ptr,  # (rows, num_candidates) int64
-    candidate_values_ptr,  # (rows, num_candidates)
     grad_ptr,  # (N, hidden)
     entry_rows_ptr,  # (entries,) int32 output
-    entry_values_ptr,  # (entries,) output
-    entry_classes_ptr,  # (entries,) int32 output
+    entry_values_ptr,  # (entries,) output; from num_listed on input: num_candidates of each row
+    entry_classes_ptr,  # (entries,) int32 output; from num_listed on input
     x_stride,
     x_col_stride,
     weight_stride,
@@ -316,8 +258,7 @@ def gradient_kernel(
     grad_stride,
     normalizer_stride,
     row_gradient_stride,
-    candidate_ids_stride,
-    candidate_values_stride,
+    num_listed,
     num_candidates,
     first_row,
     first_class,
@@ -334,9 +275,10 @@ def gradient_kernel(
     HAS_LOGITS: tl.constexpr,
     HAS_DENSE: tl.constexpr,
     HAS_INDEX: tl.constexpr,
-    HAS_CANDIDATE_IDS: tl.constexpr,
+    HAS_CANDIDATES: tl.constexpr,
     HAS_GRADIENT_SCALE: tl.constexpr,
     WANT_GRAD: tl.constexpr,
+    ONLY_LOGITS: tl.constexpr,
     ACCUM: tl.constexpr,
     ENTRIES: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -381,33 +323,38 @@ def gradient_kernel(
         exists = entry < stop
         classes = tl.load(classes_ptr + entry, mask=exists, other=0).to(tl.int64)
         rows = entry_rows(weight_ptr, classes, exists, weight_stride, weight_col_stride, hidden, HIDDEN, ACCUM)
-        if HAS_LOGITS:
+        if HAS_LOGITS and not ONLY_LOGITS:
             a = tl.load(logits_ptr + entry, mask=exists, other=0.0)
         else:
             a = tl.sum(rows * x[None, :], axis=1)
-        z, jacobian = transform(a, bias_ptr, classes, exists, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP)
-        logprob = (z - offset) - log_sum
-        p = tl.exp2(logprob * LOG2_E)
-        factor = softmax_factor
-        if HAS_ENTROPY_GRADIENT:
-            factor = softmax_factor - entropy_factor * tl.maximum(logprob, _LEAST_LOGPROB)
-        is_target = classes == target
-        u = random_mantissa(seed, classes + first_class).to(ACCUM) - 0.99999994
-        is_kept = is_target | (u < p / sample_below)
-        value = tl.where(is_target, at_target, tl.maximum(p, sample_below) * factor) * jacobian
-        value = tl.where(exists & is_kept, value, 0.0)
-        total += tl.sum(rows * value[:, None], axis=0)
-        tl.store(entry_rows_ptr + entry, tl.full((ENTRIES,), place, tl.int64).to(tl.int32), mask=exists)
-        tl.store(entry_values_ptr + entry, value, mask=exists)
-        tl.store(entry_classes_ptr + entry, tl.where(is_kept, classes, vocab_size).to(tl.int32), mask=exists)
+        if ONLY_LOGITS:
+            before = tl.load(logits_ptr + entry, mask=exists, other=0.0)
+            tl.store(logits_ptr + entry, before + a, mask=exists)
+        else:
+            z, jacobian = transform(a, bias_ptr, classes, exists, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP)
+            logprob = (z - offset) - log_sum
+            p = tl.exp2(logprob * LOG2_E)
+            factor = softmax_factor
+            if HAS_ENTROPY_GRADIENT:
+                factor = softmax_factor - entropy_factor * tl.maximum(logprob, _LEAST_LOGPROB)
+            is_target = classes == target
+            u = random_mantissa(seed, classes + first_class).to(ACCUM) - 0.99999994
+            is_kept = is_target | (u < p / sample_below)
+            value = tl.where(is_target, at_target, tl.maximum(p, sample_below) * factor) * jacobian
+            value = tl.where(exists & is_kept, value, 0.0)
+            total += tl.sum(rows * value[:, None], axis=0)
+            tl.store(entry_rows_ptr + entry, tl.full((ENTRIES,), place, tl.int64).to(tl.int32), mask=exists)
+            tl.store(entry_values_ptr + entry, value, mask=exists)
+            tl.store(entry_classes_ptr + entry, tl.where(is_kept, classes, vocab_size).to(tl.int32), mask=exists)
     if WANT_GRAD:
-        if HAS_CANDIDATE_IDS:
+        if HAS_CANDIDATES:
+            first = num_listed + (row + first_row) * num_candidates
             for start in range(0, num_candidates, ENTRIES):
                 number = start + tl.arange(0, ENTRIES)
                 exists = number < num_candidates
-                classes = tl.load(candidate_ids_ptr + row * candidate_ids_stride + number, mask=exists, other=-1)
-                exists = (classes >= 0) & (classes < vocab_size)
-                values = tl.load(candidate_values_ptr + row * candidate_values_stride + number, mask=exists, other=0.0)
+                classes = tl.load(entry_classes_ptr + first + number, mask=exists, other=vocab_size).to(tl.int64)
+                exists = classes < vocab_size
+                values = tl.load(entry_values_ptr + first + number, mask=exists, other=0.0)
                 rows = entry_rows(weight_ptr, classes, exists, weight_stride, weight_col_stride, hidden, HIDDEN, ACCUM)
                 total += tl.sum(rows * values[:, None], axis=0)
         if HAS_GRADIENT_SCALE:
@@ -481,13 +428,6 @@ def set_thresholds(
     )  # fmt: skip
 
 
-def mark_frequent(place: Tensor, out: Tensor) -> Iterator[Launch]:
-    yield build_launch(
-        frequent_kernel, (triton.cdiv(len(out) * WORD_CLASSES, WORDS),), None,
-        {"COLS": WORDS, **thread_options(out.device, 4)}, place=place, out=out, vocab_size=len(place), size=len(out),
-    )  # fmt: skip
-
-
 def mark_entries(logits: Tensor, call: StatisticsCall, marks: Marks) -> Iterator[Launch]:
     rows, cols = logits.shape
     yield build_launch(
@@ -498,18 +438,19 @@ def mark_entries(logits: Tensor, call: StatisticsCall, marks: Marks) -> Iterator
 
 
 def list_entries(words: Tensor, omitted: Tensor, target: Tensor, out: Samples) -> None:
-    run(_read_words, count_kernel, words, omitted, target, out.bounds[1:], None)
+    run(_list_entries, words, omitted, target, out.bounds, None)
     out.bounds.cumsum_(0)
-    run(_read_words, list_kernel, words, omitted, target, out.bounds, out.classes)
+    run(_list_entries, words, omitted, target, out.bounds, out.classes)
 
 
-def _read_words(
-    kernel: Any, words: Tensor, omitted: Tensor, target: Tensor, bounds: Tensor, classes: Tensor | None
+def _list_entries(
+    words: Tensor, omitted: Tensor, target: Tensor, bounds: Tensor, classes: Tensor | None
 ) -> Iterator[Launch]:
-    more = {"counts": bounds} if classes is None else {"bounds": bounds, "classes": classes, "capacity": len(classes)}
+    """classes: None to count the entries of each row."""
     yield build_launch(
-        kernel, (len(words),), None, {"WORDS": WORDS, **thread_options(words.device, 4)}, words=words, omitted=omitted,
-        target=target, size=words.shape[1], **more,
+        list_kernel, (len(words),), None, {"WORDS": WORDS, **thread_options(words.device, 4)}, words=words,
+        omitted=omitted, target=target, bounds=bounds, classes=classes, size=words.shape[1],
+        capacity=0 if classes is None else len(classes),
     )  # fmt: skip
 
 
@@ -526,49 +467,23 @@ def _row_options(x: Tensor) -> dict[str, Any]:
     }
 
 
-def sampled_logits(x: Tensor, weight: Tensor, samples: Samples, out: Tensor) -> Iterator[Launch]:
-    yield build_launch(
-        logits_kernel, (len(x),), None, _row_options(x), x=x, weight=weight, bounds=samples.bounds,
-        classes=samples.classes, logits=out, hidden=x.shape[1],
-    )  # fmt: skip
-
-
 def sampled_gradient(
-    x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, out: SampledEntries,
-    *, logits: Tensor | None, dense: Tensor | None, grad: Tensor | None, index: Tensor | None,
-    gradient_scale: Tensor | None, candidates: tuple[Tensor, Tensor] | None = None,
-) -> None:  # fmt: skip
-    # Launches are replayed by the values of positional arguments.
-    more = x, weight, call, samples, first_row, out, logits, dense, grad, index, gradient_scale
-    run(_sampled_gradient, *more, *(candidates or (None, None)))
-
-
-def _sampled_gradient(
-    x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, out: SampledEntries,
-    logits: Tensor | None, dense: Tensor | None, grad: Tensor | None, index: Tensor | None,
-    gradient_scale: Tensor | None, candidate_ids: Tensor | None, candidate_values: Tensor | None,
+    x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, index: Tensor | None,
+    out: SampledEntries, dense: Tensor | None, grad: Tensor | None, gradient_scale: Tensor | None,
+    only_logits: bool,
 ) -> Iterator[Launch]:  # fmt: skip
     yield build_launch(
-        gradient_kernel, (2 * len(x),), call, {"LONG_ROW": LONG_ROW, **_row_options(x)},
+        gradient_kernel, (2 * len(x),), call,
+        {"LONG_ROW": LONG_ROW, "ONLY_LOGITS": only_logits, "HAS_CANDIDATES": out.num_candidates > 0, **_row_options(x)},
         leaves_out=_LEFT_OUT, x=x, weight=weight, bounds=samples.bounds, seeds=samples.seeds, classes=samples.classes,
-        logits=logits, dense=dense, index=index, candidate_ids=candidate_ids, candidate_values=candidate_values,
-        num_candidates=0 if candidate_ids is None else candidate_ids.shape[1], gradient_scale=gradient_scale, grad=grad,
-        entry_rows=out.rows, entry_values=out.values, entry_classes=out.classes, first_row=first_row,
-        first_class=out.first_class, hidden=x.shape[1], sample_below=out.sample_below,
+        logits=out.logits, dense=dense, index=index, gradient_scale=gradient_scale, grad=grad, entry_rows=out.rows,
+        entry_values=out.values, entry_classes=out.classes, num_listed=out.num_listed,
+        num_candidates=out.num_candidates, first_row=first_row, first_class=out.first_class, hidden=x.shape[1],
+        sample_below=out.sample_below,
     )  # fmt: skip
 
 
 def sampled_weight_gradient(
-    x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, frequent: Tensor, place: Tensor, dense: Tensor,
-    grad: Tensor, gradient_scale: Tensor | None, subtracted: tuple[Tensor, Tensor] | None = None,
-) -> None:  # fmt: skip
-    if subtracted is None:
-        grad.zero_()  # Most classes have no entries.
-    more = x, entries, order, bounds, frequent, place, dense, grad, gradient_scale
-    run(_weight_gradient, *more, *(subtracted or (None, None)))
-
-
-def _weight_gradient(
     x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, frequent: Tensor, place: Tensor, dense: Tensor,
     grad: Tensor, gradient_scale: Tensor | None, class_weight: Tensor | None, subtracted: Tensor | None,
 ) -> Iterator[Launch]:  # fmt: skip

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
-from flce.backends.contract import ENTRIES_PER_TOKEN, WORD_CLASSES
+import torch
+
+from flce.backends.contract import (
+    ENTRIES_PER_TOKEN,
+    FUSED_PRODUCT_BLOCK,
+    WORD_CLASSES,
+    Marks,
+    Samples,
+    num_frequent,
+)
+from flce.core.slices import slice_columns
 from flce.engine.case import ROW_MULTIPLE, Case, ceil_div, equal_rows
 from flce.engine.pass_context import PassContext
-from flce.engine.sampling import SampledGradients, Sampler
+from flce.engine.sampling import BOUND_MARGIN, FrequentClasses, SampledGradients, choose_frequent, local_targets
 from flce.engine.schedules.blocks import Blocks
 from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 from flce.engine.schedules.statistics import Deferred, Statistics, statistics_schedule
@@ -55,20 +66,38 @@ class Sampled(Deferred):
     def forward(self, ctx: PassContext) -> None:
         assert isinstance(self.statistics, Statistics)
         logits = None if ctx.in_registers else ctx.new_tile(self.rows, self.statistics.cols, ctx.dtypes.logits)
-        sampler = Sampler(ctx, self.sample_below)
+        n, size, target = ctx.problem.num_tokens, ctx.vocab_size, local_targets(ctx)
+        ctx.samples_memory = ctx.new((sum(Samples.sizes(n, size)),), torch.int32)
+        samples, logarithm = ctx.samples, math.log(self.sample_below) - BOUND_MARGIN
+        samples.bounds.zero_()
+        omitted = choose_frequent(ctx, target, samples.frequent)
+        frequent = FrequentClasses(ctx, samples.frequent, target)
+        # Products write the words of whole blocks.
+        row_words = ceil_div(size, FUSED_PRODUCT_BLOCK) * FUSED_PRODUCT_BLOCK // WORD_CLASSES
         for chunk in ctx.chunks(self.rows):
-            sampler.compute(chunk, logits)
+            (x, *_), index, of_rows = ctx.term_inputs(chunk), ctx.selection.index, samples.select_rows(chunk)
+            targets, threshold = slice_columns(target, chunk), frequent.compute_bound(chunk)
+            index = None if index is None else index[chunk]
+            ctx.backend.set_thresholds(x, targets, index, chunk.start, logarithm, threshold, of_rows.seeds)
+            words = ctx.new((len(targets), row_words), torch.int32)
+            ctx.compute_statistics(chunk, logits, Marks(threshold, of_rows.seeds, ctx.rows.first_class, words))
+            ctx.backend.list_entries(words[:, : len(omitted)], omitted, targets, of_rows)
+            del words  # before the next ones are allocated
         if self.statistics.top_k is not None:
             self.statistics.top_k.forward(ctx)
-        ctx.samples_memory = sampler.memory
 
     def describe(self, c: Case) -> str:
         """Return the chunks, and the capacity of the list."""
         return f"{super().describe(c)}, at most {ENTRIES_PER_TOKEN} entries a token"
 
     def backward(self, ctx: PassContext) -> None:
+        if ctx.problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.fallback.backward(ctx)
+            return
         # Marks need no memory here: a chunk has more tokens. All chunks have about the same number.
-        row_bytes = SampledGradients.row_bytes(ctx)
+        hidden_sizes = sum(ctx.terms[k].input.shape[1] for k in ctx.dx_terms)
+        of_frequent = num_frequent(ctx.vocab_size) * ctx.dtypes.logits_grad.itemsize
+        row_bytes = of_frequent + hidden_sizes * ctx.normalizer.element_size()
         rows = self.rows * row_mark_bytes(ctx.vocab_size) // (row_bytes * ROW_MULTIPLE) * ROW_MULTIPLE
         rows = equal_rows(ctx.selection.num_rows, max(self.rows, rows))
         wait_for_number, gradients = ctx.count_entries(), SampledGradients(ctx, rows, self.sample_below)
