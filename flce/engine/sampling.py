@@ -123,19 +123,6 @@ class FrequentClasses:
         )
         return of_chunk.compute_gradient(slice(0, len(exact)), of_chunk.all_classes, tile)
 
-    def candidate_values(self, tokens: slice) -> Tensor:
-        """Return what `PassContext.candidate_grads` add to the gradients of some rows, (rows, K). Entries and targets
-        have the share of the softmax; for candidates that are frequent `compute_gradient` left it out."""
-        ctx, grads = self._context, self._context.candidate_grads
-        assert grads is not None
-        assert grads.terms is not None
-        ids, values, terms = (t[tokens] for t in (grads.ids, grads.values, grads.terms))
-        count = torch.ones_like(values)
-        ctx.backend.sum_equal(ids, torch.ones_like(values), count)
-        is_frequent = self.place[local_classes(ctx, ids)] >= 0
-        is_left_out = is_frequent & (ids != slice_columns(ctx.rows.target, tokens)[:, None])
-        return torch.where(is_left_out, values / count, terms)
-
 
 def choose_frequent(ctx: PassContext, target: Tensor, out: Tensor) -> Tensor:
     """Write the frequent classes of this process to `out`, (K,): targets, and the classes with the largest logits of
@@ -232,7 +219,7 @@ class SampledGradients:
         index = None if index is None else index[tokens]
         rows = ctx.gradient_call(tokens), self._samples.select_rows(tokens), tokens.start, index, self._entries
         if ctx.candidate_grads is not None:
-            self._add_candidates(tokens, ctx.candidate_grads.ids[tokens], index)
+            self._add_candidates(tokens, ctx.candidate_grads, index)
         if self._entries.logits is not None:
             for x, term in zip(xs, ctx.terms, strict=True):
                 ctx.backend.sampled_gradient(x, term.weight, *rows, None, None, None, True)
@@ -244,11 +231,19 @@ class SampledGradients:
                 dense = self._dense_dx.pop(k, None)
                 ctx.backend.sampled_gradient(x, term.weight, *rows, dense, grad, ctx.gradient_scale, False)
 
-    def _add_candidates(self, tokens: slice, ids: Tensor, index: Tensor | None) -> None:
-        """Write the entries of candidates of some rows. ids: (rows, K); index: their rows of the call."""
-        entries, size = self._entries, self._context.vocab_size
+    def _add_candidates(self, tokens: slice, grads: CandidateGrads, index: Tensor | None) -> None:
+        """Write the entries of candidates of some rows. Entries and targets have the share of the softmax; for
+        candidates that are frequent `FrequentClasses.compute_gradient` left it out. index: the rows of the call."""
+        ctx, entries, size = self._context, self._entries, self._context.vocab_size
+        assert grads.terms is not None
+        ids, values, terms = (t[tokens] for t in (grads.ids, grads.values, grads.terms))
+        count = torch.ones_like(values)
+        ctx.backend.sum_equal(ids, torch.ones_like(values), count)
+        is_frequent = self._frequent.place[local_classes(ctx, ids)] >= 0
+        is_left_out = is_frequent & (ids != slice_columns(ctx.rows.target, tokens)[:, None])
+        values = torch.where(is_left_out, values / count, terms)
+        classes = torch.where(is_class(ids, size), ids, size)
         rows = torch.arange(tokens.start, tokens.stop, device=ids.device) if index is None else index
-        classes, values = torch.where(is_class(ids, size), ids, size), self._frequent.candidate_values(tokens)
         for out, value in ((entries.rows, rows[:, None]), (entries.values, values), (entries.classes, classes)):
             entries.of_candidates(out)[tokens] = value
 
