@@ -34,14 +34,6 @@ ENTRIES_AT_ONCE = 1024
 CHOICE_BYTES, LIST_BYTES = 48, 6
 
 
-def hash_rows(position: Tensor, bits: Tensor, bound: Tensor) -> Tensor:
-    """Return the seeds of rows, int32, from three numbers of each row, (rows,) int64."""
-    # Products and sums wrap around. The upper half of a product depends on all bits of its factors.
-    h = position * MIX_ROWS[0] + bits * MIX_ROWS[1] + bound * MIX_ROWS[2]
-    h = (h ^ (h >> 32)) * MIX_ROWS[0]
-    return ((h ^ (h >> 29)) * MIX_ROWS[1] >> 32).to(torch.int32)
-
-
 def uniform(seeds: Tensor, classes: Tensor) -> Tensor:
     """Return random numbers u of entries, float32, from the seed of their row and their class in the whole vocabulary:
     (k + 1/2) / 2^23 for an integer k, so that 0 < u < 1."""
@@ -57,7 +49,10 @@ def set_thresholds(
     position = torch.arange(first_row, first_row + len(x), device=x.device) if index is None else index
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = x.detach().view(integers[x.dtype.itemsize]).sum(1, dtype=torch.int64)
-    seeds.copy_(hash_rows(position, bits, threshold.view(torch.int32).long()))
+    # Products and sums wrap around. The upper half of a product depends on all bits of its factors.
+    h = position * MIX_ROWS[0] + bits * MIX_ROWS[1] + threshold.view(torch.int32).long() * MIX_ROWS[2]
+    h = (h ^ (h >> 32)) * MIX_ROWS[0]
+    seeds.copy_((h ^ (h >> 29)) * MIX_ROWS[1] >> 32)
     threshold.add_(logarithm).masked_fill_(target == IGNORED, torch.inf)
 
 
@@ -110,12 +105,8 @@ def sampled_gradient(
     dx = x.new_zeros(x.shape, dtype=accum) if dense is None else dense
     for part, rows, classes in _entry_slabs(samples):
         w = weight[classes].to(accum)
-        if out.logits is None or only_logits:
-            a = torch.einsum("eh,eh->e", x[rows].to(accum), w)
-        else:
-            a = out.logits[part]
-        if only_logits:
-            assert out.logits is not None
+        a = torch.einsum("eh,eh->e", x[rows].to(accum), w) if out.logits is None or only_logits else out.logits[part]
+        if out.logits is not None and only_logits:
             out.logits[part] += a
             continue
         a = a if inputs.bias is None else a + inputs.bias[classes]

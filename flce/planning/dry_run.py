@@ -24,6 +24,7 @@ from flce.engine.arena import Arena, CountingArena
 from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime, backward, forward
+from flce.engine.schedules.sampled import Sampled
 from flce.engine.selection import Selection
 from flce.engine.shards import Rows, statistics_shape
 from flce.planning import cost_model
@@ -56,7 +57,7 @@ def count_costs(plan: Plan) -> PlanCosts:
     if grads and not plan.deferred and c.backend == "torch" and c.dtype.itemsize < 4:
         arena.count_temporary(eager.SCALING_BYTES)
     workspace = arena.peak_bytes - c.returned_bytes
-    if plan.schedule.fallback is not None:
+    if isinstance(plan.schedule, Sampled):
         workspace = max(workspace, count_costs(replace(plan, schedule=plan.schedule.fallback)).workspace_bytes)
     return PlanCosts(workspace, round(meter.flops), meter.seconds)
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -454,27 +453,22 @@ def _list_entries(
     )  # fmt: skip
 
 
-def _row_options(x: Tensor) -> dict[str, Any]:
-    """Return the options of a program that has a row of x and some rows of W in registers."""
-    hidden = triton.next_power_of_2(x.shape[1])
-    entries = max(1, min(MAX_ENTRIES, STEP_BYTES // (hidden * x.element_size())))
-    return {
-        "ACCUM": tl.float64 if accumulation_dtype(x.dtype) == torch.float64 else tl.float32,
-        "ENTRIES": entries,
-        "HIDDEN": hidden,
-        "STAGES": 2 if entries == MAX_ENTRIES else 3,
-        **thread_options(x.device, min(16, max(4, hidden * accumulation_dtype(x.dtype).itemsize >> 12))),
-    }
-
-
 def sampled_gradient(
     x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, index: Tensor | None,
     out: SampledEntries, dense: Tensor | None, grad: Tensor | None, gradient_scale: Tensor | None,
     only_logits: bool,
 ) -> Iterator[Launch]:  # fmt: skip
+    # A program has a row of x and some rows of W in registers.
+    hidden, accum = triton.next_power_of_2(x.shape[1]), accumulation_dtype(x.dtype)
+    entries = max(1, min(MAX_ENTRIES, STEP_BYTES // (hidden * x.element_size())))
+    options = {
+        "LONG_ROW": LONG_ROW, "ONLY_LOGITS": only_logits, "HAS_CANDIDATES": out.num_candidates > 0,
+        "ACCUM": tl.float64 if accum == torch.float64 else tl.float32, "ENTRIES": entries, "HIDDEN": hidden,
+        "STAGES": 2 if entries == MAX_ENTRIES else 3,
+        **thread_options(x.device, min(16, max(4, hidden * accum.itemsize >> 12))),
+    }  # fmt: skip
     yield build_launch(
-        gradient_kernel, (2 * len(x),), call,
-        {"LONG_ROW": LONG_ROW, "ONLY_LOGITS": only_logits, "HAS_CANDIDATES": out.num_candidates > 0, **_row_options(x)},
+        gradient_kernel, (2 * len(x),), call, options,
         leaves_out=_LEFT_OUT, x=x, weight=weight, bounds=samples.bounds, seeds=samples.seeds, classes=samples.classes,
         logits=out.logits, dense=dense, index=index, gradient_scale=gradient_scale, grad=grad, entry_rows=out.rows,
         entry_values=out.values, entry_classes=out.classes, num_listed=out.num_listed,

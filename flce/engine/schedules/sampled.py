@@ -7,14 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flce.backends.contract import (
-    ENTRIES_PER_TOKEN,
-    FUSED_PRODUCT_BLOCK,
-    WORD_CLASSES,
-    Marks,
-    Samples,
-    num_frequent,
-)
+from flce.backends.contract import ENTRIES_PER_TOKEN, FUSED_PRODUCT_BLOCK, WORD_CLASSES, Marks, Samples, num_frequent
 from flce.core.slices import slice_columns
 from flce.engine.case import ROW_MULTIPLE, Case, ceil_div, equal_rows
 from flce.engine.pass_context import PassContext

@@ -35,7 +35,6 @@ class Schedule:
         sized_by_tokens: True if a size is a number of tokens. `ChunkOptions.chunk_rows` then sets the size. Any other
             schedule must apply `Case.chunk_rows` itself.
         multiples: numbers. A size that is divisible by one of them may be faster than a slightly larger size.
-        fallback: the schedule of calls that this schedule cannot run, which only the device knows.
     """
 
     strategy: ClassVar[str] = "tokens"
@@ -45,7 +44,6 @@ class Schedule:
     samples: ClassVar[bool] = False
     sized_by_tokens: ClassVar[bool] = True
     multiples: ClassVar[tuple[int, ...]] = (16, 128, 256)
-    fallback: Schedule | None = None
 
     @classmethod
     def sizes(cls, c: Case) -> range:
