@@ -37,6 +37,7 @@ from flce.backends.contract import (
     WORD_CLASSES,
     GradientCall,
     Marks,
+    Samples,
     StatisticsCall,
     Teacher,
     TileCall,
@@ -172,14 +173,18 @@ class TorchBackend:
     def mark_entries(self, logits: Tensor, call: StatisticsCall, marks: Marks) -> None:
         words = marks.words[:, : -(-call.tile.cols // WORD_CLASSES)]
         classes = torch.arange(call.tile.cols, device=logits.device) + marks.first_class
-        for part, slab_logits in _slabs(logits):
+        for part in _row_slabs(logits, sampling.MARK_BYTES * call.tile.cols):
             slab = call._replace(tile=call.tile._replace(keep_logits=True)).select_rows(part)
-            z = _transform(slab_logits, slab, want_jacobian=False)[0].to(torch.float32)
+            z = _transform(logits[part], slab, want_jacobian=False)[0].to(torch.float32)
             ratio = z.sub_(marks.threshold[part, None]).exp_()
             words[part] = sampling.pack_marks(sampling.uniform(marks.seeds[part, None], classes) < ratio)
 
     set_thresholds = staticmethod(sampling.set_thresholds)
-    list_entries = staticmethod(sampling.list_entries)
+
+    def list_entries(self, words: Tensor, omitted: Tensor, target: Tensor, out: Samples) -> None:
+        for rows in _row_slabs(words, sampling.LIST_BYTES * WORD_CLASSES * words.shape[1]):
+            sampling.list_entries(words[rows], omitted, target[rows], out.select_rows(rows))
+
     sampled_gradient = staticmethod(sampling.sampled_gradient)
     sampled_weight_gradient = staticmethod(sampling.sampled_weight_gradient)
 

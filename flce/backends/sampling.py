@@ -29,9 +29,9 @@ _UINT32 = 0xFFFFFFFF
 NO_TARGET, IGNORED = -1, -2
 # Entries whose rows of x or of a weight are in memory at once.
 ENTRIES_AT_ONCE = 1024
-# Bytes for each class that the choice of frequent classes allocates, and that the PyTorch backend allocates for a row
-# of words.
-CHOICE_BYTES, LIST_BYTES = 48, 6
+# Bytes for each class that the choice of frequent classes allocates, and of which the PyTorch backend marks and lists
+# entries, if all are listed.
+CHOICE_BYTES, MARK_BYTES, LIST_BYTES = 48, 48, 48
 
 
 def uniform(seeds: Tensor, classes: Tensor) -> Tensor:
@@ -78,11 +78,13 @@ def list_entries(words: Tensor, omitted: Tensor, target: Tensor, out: Samples) -
         1, target.clamp(min=0)[:, None], marks.gather(1, target.clamp(min=0)[:, None]) & ~has_target[:, None]
     )
     out.bounds[1:] = out.bounds[0] + (marks.sum(1) + has_target).cumsum(0)
+    start = int(out.bounds[0])
+    room = out.classes[start:]
+    if not len(room):
+        return
     # The target precedes the other classes of its row.
     row, column = torch.cat((has_target[:, None], marks), 1).nonzero(as_tuple=True)
     classes = torch.where(column == 0, target[row], column - 1).to(torch.int32)
-    start = int(out.bounds[0])
-    room = out.classes[start:]
     room[: len(classes)] = classes[: len(room)]
 
 

@@ -241,9 +241,7 @@ class CountingBackend:
 
     def _add_entry_scratch(self, ids: Tensor, numbers: int) -> None:
         """Count the temporary memory of `numbers` numbers for each id."""
-        if self.case.backend == "torch":
-            row_bytes = ids.shape[1] * numbers * accumulation_dtype(self.case.dtype).itemsize
-            self.add_scratch(row_bytes * eager.slab_rows(self.case.device_type, len(ids), row_bytes, 1))
+        self._add_slab(len(ids), ids.shape[1] * numbers * accumulation_dtype(self.case.dtype).itemsize)
 
     def write_entries(self, tile: Tensor, ids: Tensor, values: Tensor, start: int) -> None:
         self.add_pass(ids, values)
@@ -270,11 +268,15 @@ class CountingBackend:
 
     def mark_entries(self, logits: Tensor, call: Any, marks: contract.Marks) -> None:
         self._pass(logits, keep_logits=True)
+        self._add_slab(len(logits), sampling.MARK_BYTES * logits.shape[1])
 
     def list_entries(self, words: Tensor, *args: Any) -> None:
         self.add_pass(words, words, launches=3)
-        # Bits of all classes, and positions of typical entries.
-        self.add_torch_scratch(words.numel() * contract.WORD_CLASSES * sampling.LIST_BYTES)
+        self._add_slab(len(words), sampling.LIST_BYTES * contract.WORD_CLASSES * words.shape[1])
+
+    def _add_slab(self, rows: int, row_bytes: int) -> None:
+        """Count the temporary memory of a slab of the PyTorch backend."""
+        self.add_torch_scratch(row_bytes * eager.slab_rows(self.case.device_type, rows, row_bytes, 1))
 
     def sampled_gradient(
         self, x: Tensor, weight: Tensor, call: Any, samples: Any, first_row: int, index: Any, out: Any,

@@ -668,6 +668,16 @@ def test_promise_on_cpu_with_gathered_rows(strategy: str, dtype: torch.dtype, to
     assert 0.75 * promise <= peak <= promise * 1.01 + SLACK / 4
 
 
+@pytest.mark.parametrize("below", [2.0**-4, 2.0**-9, 2.0**-20])
+@pytest.mark.parametrize("budget", [None, 50 * MIB])
+def test_promise_on_cpu_with_sampled_gradients(below: float, budget: int | None, torch_backend: str) -> None:
+    """Of 1,900 x 8,000 nearly equal probabilities few, about a sixteenth, or all are listed. The list has no room for
+    all: backward computes dense gradients. A plan counts the larger memory."""
+    chunking = {"sample_below": below, "max_workspace_bytes": budget}
+    promise, peak = promise_and_peak(1900, 64, 8000, "cpu", {"upstream": 1e-3}, chunking)
+    assert peak <= promise * 1.01
+
+
 @pytest.mark.parametrize("rows", [2000, 512])
 def test_chunk_rows_leaves_the_classes_to_the_budget(rows: int) -> None:
     budget = 12 * MIB
