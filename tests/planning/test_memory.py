@@ -124,7 +124,7 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "SLOT_BYTES", 0)
     monkeypatch.setattr(eager, "temporary_bytes", lambda *args: 0)
     monkeypatch.setattr(sampling, "temporary_bytes", lambda *args: 0)
-    for name in ("CHOICE_BYTES", "LIST_BYTES"):
+    for name in ("CHOICE_BYTES", "MARK_BYTES", "LIST_BYTES"):
         monkeypatch.setattr(sampling, name, 0)
     monkeypatch.setattr(eager, "SCALING_BYTES", 0)
     monkeypatch.setattr(contract, "sort_scratch_bytes", lambda *args: 0)
