@@ -671,8 +671,8 @@ def test_promise_on_cpu_with_gathered_rows(strategy: str, dtype: torch.dtype, to
 @pytest.mark.parametrize("below", [2.0**-4, 2.0**-9, 2.0**-20])
 @pytest.mark.parametrize("budget", [None, 50 * MIB])
 def test_promise_on_cpu_with_sampled_gradients(below: float, budget: int | None, torch_backend: str) -> None:
-    """Of 1,900 x 8,000 nearly equal probabilities few, about a sixteenth, or all are listed. The list has no room for
-    all: backward computes dense gradients. A plan counts the larger memory."""
+    """Few, about a sixteenth, or all of the 1,900 x 8,000 nearly equal probabilities are listed. The list has no room
+    for all: then backward computes dense gradients. A plan counts the larger memory."""
     chunking = {"sample_below": below, "max_workspace_bytes": budget}
     promise, peak = promise_and_peak(1900, 64, 8000, "cpu", {"upstream": 1e-3}, chunking)
     assert peak <= promise * 1.01
