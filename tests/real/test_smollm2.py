@@ -80,7 +80,7 @@ def test_training(smollm2: Any, lora: bool, tmp_path: Path) -> None:
     assert stock.keys() == patched_gradients.keys()
     assert any("lm_head" in name or "embed_tokens" in name for name in stock)
     for name, gradient in patched_gradients.items():  # from float64, stock's are off by up to 5e-4, flce's by 2e-5
-        # Norms amplify float32 roundings of a vendor's product: on an AMD CPU flce's are off by 1.2e-3, stock's by 2e-5.
+        # Norms amplify roundings of the vendor's product: on an AMD CPU flce's are off by 1.2e-3, stock's by 2e-5.
         tolerance = 3e-3 if "norm" in name else 1e-3
         assert (gradient - stock[name]).norm() <= tolerance * stock[name].norm() + 1e-12, name
     assert texts[0] == texts[1]
