@@ -24,8 +24,8 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> T
     Computed in float32 (float64 if input or result are float64) and rounded once. `dim` may be any dimension. If it is
     not the last one, or the input is not contiguous, input and result are copied. If all elements of a row are -inf, or
     a row has a NaN or +inf, the row of the result is NaN. Differentiable twice; the result is saved for backward. Two
-    runs return the same bits, for any number of rows. PyTorch's kernel computes rows
-    of more than 512 elements that do not fill multiples of 16 bytes: the order of its sums may depend on the address.
+    runs return the same bits, for any number of rows. PyTorch's kernel computes rows of more than 512 elements that do
+    not fill multiples of 16 bytes: the order of its sums may depend on the address.
 
     Args:
         input: tensor of any shape; float16, bfloat16, float32 or float64. May be empty, or have no dimensions.

@@ -19,7 +19,7 @@ from flce.engine.schedules.statistics import Deferred, Statistics, statistics_sc
 # Classes of a block if there are too many entries.
 DENSE_COLS = 4096
 # Maximum bytes of the marks of a chunk.
-MARK_BYTES = 128 << 20
+MAX_MARK_BYTES = 128 << 20
 
 
 def row_mark_bytes(vocab_size: int) -> int:
@@ -29,7 +29,7 @@ def row_mark_bytes(vocab_size: int) -> int:
 
 def default_rows(c: Case) -> int:
     """Return the number of tokens of a chunk without a budget."""
-    rows = MARK_BYTES // row_mark_bytes(c.vocab_size)
+    rows = MAX_MARK_BYTES // row_mark_bytes(c.vocab_size)
     return max(1, min(c.chunk_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE)))
 
 
