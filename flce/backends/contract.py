@@ -501,9 +501,9 @@ class Backend(Protocol):
         dense: Tensor, grad: Tensor, gradient_scale: Tensor | None, class_weight: Tensor | None,
         subtracted: Tensor | None,
     ) -> None:  # fmt: skip
-        """Write ``grad = (dense[place] + sum of value * x[row]) / gradient_scale``, rounded once. Deterministic. With
-        a `class_weight`, (V,), ``class_weight[class] * subtracted``, (H,), is subtracted; without, rows of classes that
-        have neither entries nor a row of `dense` may not be written.
+        """Add ``(dense[place] + sum of value * x[row]) / gradient_scale`` to `grad`, rounded once. Deterministic. With a
+        `class_weight`, (V,), ``class_weight[class] * subtracted``, (H,), is subtracted. Without it, rows of classes
+        that have neither entries nor a row of `dense` need not be read.
 
         Args:
             x: (rows, H).
@@ -511,7 +511,7 @@ class Backend(Protocol):
             bounds: (V + 1,) int64: class k has the entries [bounds[k], bounds[k + 1]) of this order.
             frequent: (K,) int64 the classes of the rows of `dense`.
             place: (V,) or longer, int64: the row of `dense` of each class, or -1.
-            dense: (K, H) of the accumulation dtype; grad: (V, H).
+            dense: (K, H) of the accumulation dtype; grad: (V, H) of any dtype.
         """
 
     def fused_gradient(self, x: Tensor, weight: Tensor, grad: Tensor, call: GradientCall) -> None:

@@ -153,4 +153,4 @@ def sampled_weight_gradient(
         total.index_add_(0, entries.classes[part].long(), rows.mul_(entries.values[part, None]))
     if class_weight is not None and subtracted is not None:
         total.addr_(class_weight, subtracted, alpha=-1.0)
-    grad.copy_(total if gradient_scale is None else total.div_(gradient_scale))
+    grad += total if gradient_scale is None else total.div_(gradient_scale)

@@ -287,8 +287,6 @@ class PassContext:
         for k, grad in zip(self.dx_terms, grads, strict=True):
             self.rows.finish_dx_sum(k, grad)
         targets = self.problem.dw_targets or {}
-        for k in self._dw.keys() & targets.keys():  # `Sampled` has no sums of dW.
-            targets[k].add_(self._dw.pop(k))
         grads += [targets[k] if k in targets else self.dw_memory(k) for k in self.dw_terms]
         if not self.problem.needs.bias:
             return grads

@@ -254,6 +254,7 @@ class SampledGradients:
         self._frequent.weights.clear()
         if not self._dense_dw:
             return
+        targets = ctx.problem.dw_targets or {}
         classes, order = ctx.sort_entries(entries.classes)
         numbers = torch.arange(ctx.vocab_size + 1, out=ctx.new((ctx.vocab_size + 1,), torch.int32))
         bounds = torch.searchsorted(classes, numbers, out=ctx.new(numbers.shape, torch.int64))
@@ -262,9 +263,8 @@ class SampledGradients:
             if k == BIAS:
                 x, grad, scale = dense.new_ones(ctx.problem.num_tokens, 1), ctx.db_memory()[:, None], None
             else:
-                x, grad, scale = ctx.terms[k].input, ctx.dw_memory(k), ctx.gradient_scale
-            if self._class_weight is None:
-                grad.zero_()  # Most classes have no entries.
+                x, scale = ctx.terms[k].input, ctx.gradient_scale
+                grad = targets[k] if k in targets else ctx.dw_memory(k).zero_()
             ctx.backend.sampled_weight_gradient(
                 x, entries, order, bounds, self._frequent.ids, self._frequent.place, dense, grad, scale,
                 self._class_weight, self._sums_of_rows.get(k),

@@ -121,6 +121,17 @@ def test_gradients_are_added(
             assert_added(call.bias.grad, 0.0, 2 * call.others[1], dtype)
 
 
+@parametrize_pairs(kind=("torch_backend", "on_hopper"), how=tuple(OPTIONS))
+def test_sums_are_rounded_once(kind: str, how: str, request: pytest.FixtureRequest, device: torch.device) -> None:
+    """dW of bfloat16 numbers is not rounded before it is added to a float32 gradient, of any memory format."""
+    request.getfixturevalue(kind)
+    call = Call(torch.bfloat16, device)
+    call.w.main_grad = target = torch.zeros(H, V, device=device).t()
+    call.loss(**OPTIONS[how]).backward()
+    assert_added(target, 0.0, call.dw, torch.bfloat16)
+    assert not target.equal(target.bfloat16().float())
+
+
 def test_results_of_autograd_grad_are_not_added() -> None:
     """`torch.autograd.grad`, and backward for other inputs, change no gradient. A retained graph adds again."""
     call = Call()

@@ -376,10 +376,11 @@ def weight_gradient_kernel(
     gradient_scale_ptr,  # ()
     class_weight_ptr,  # (V,)
     subtracted_ptr,  # (hidden,) times the class weight
-    grad_ptr,  # (V, hidden)
+    grad_ptr,  # (V, hidden) the sums are added
     x_stride,
     x_col_stride,
     grad_stride,
+    grad_col_stride,
     hidden,
     num_frequent,
     HAS_CLASS_WEIGHT: tl.constexpr,
@@ -412,7 +413,9 @@ def weight_gradient_kernel(
         total -= tl.load(class_weight_ptr + c) * tl.load(subtracted_ptr + column, mask=mask, other=0.0)
     if HAS_GRADIENT_SCALE:
         total /= tl.load(gradient_scale_ptr).to(ACCUM)
-    tl.store(grad_ptr + c * grad_stride + column, total.to(grad_ptr.dtype.element_ty), mask=mask)
+    grad_ptr += c * grad_stride + column.to(tl.int64) * grad_col_stride
+    total += tl.load(grad_ptr, mask=mask, other=0.0).to(ACCUM)
+    tl.store(grad_ptr, total.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
 def set_thresholds(
