@@ -369,9 +369,9 @@ def cross_entropy(
     gradient from them.
 
     The classes are the **last** dimension, for any number of dimensions. In ``torch`` they are the second dimension, as
-    in (N, C, d); the equivalent here is ``logits.movedim(1, -1)``. Logits are read without a copy: there may be gaps
-    between rows (``logits[:, :-1]``, ``logits[..., :V]``), and batch and sequence may be transposed. A copy is made
-    only if the classes are not contiguous in memory or rows have more than two strides.
+    in (N, C, d); the equivalent here is ``logits.movedim(1, -1)``. Logits are read without a copy if the classes are
+    contiguous in memory and there is one stride between rows, as in ``logits[..., :V]``. Others are copied, such as
+    ``logits[:, :-1]``: give ``shift=1`` instead.
 
     Args:
         logits: (..., V) in float16, bfloat16, float32 or float64, also under autocast. With `process_group` the columns
@@ -382,10 +382,8 @@ def cross_entropy(
         ignore_index, reduction, label_smoothing, softcap, logit_scale, temperature, z_loss: as in
             `fused_linear_cross_entropy`.
         token_weight, num_items, empty_loss, stats: as in `fused_linear_cross_entropy`.
-        shift: position t predicts ``target[..., t + shift]``, and the last `shift` positions are ignored. The backward
-            of ``logits[:, :-1]`` copies the gradient; with `shift` there is no copy. Positions are the last dimension
-            of `target`: (B, S) for logits (B, S, V). For (S, B, V), transpose `logits` and `target` first; this copies
-            no logits.
+        shift: position t predicts ``target[..., t + shift]``, and the last `shift` positions are ignored. Positions are
+            the last dimension of `target`: (B, S) for logits (B, S, V).
         inplace: True: the logits may be overwritten. If they require grad (and grad mode is on), they contain their
             gradient after this call (for an upstream gradient of 1; for float16 multiplied by one factor). Backward
             multiplies this gradient by the upstream gradient, unless that is 1. If the logits do not require

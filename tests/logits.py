@@ -15,12 +15,10 @@ Shape = Callable[[int, int, int], tuple[int, ...]]
 View = Callable[[Tensor, int, int, int], Tensor]
 LAYOUTS: dict[str, tuple[Shape, View, bool]] = {
     "contiguous": (lambda b, s, v: (b, s, v), lambda x, b, s, v: x, True),
-    "transposed": (lambda b, s, v: (s, b, v), lambda x, b, s, v: x.transpose(0, 1), True),
-    "without the last": (lambda b, s, v: (b, s + 1, v), lambda x, b, s, v: x[:, :-1], True),
-    "without the first, transposed": (lambda b, s, v: (s, b + 1, v), lambda x, b, s, v: x[:, 1:].transpose(0, 1), True),
-    "every third": (lambda b, s, v: (b, 3 * s, v), lambda x, b, s, v: x[:, ::3], True),
     "padded vocabulary": (lambda b, s, v: (b, s, v + 9), lambda x, b, s, v: x[..., :v], True),
-    "in the middle": (lambda b, s, v: (b + 1, s + 2, v + 9), lambda x, b, s, v: x[1:, 1:-1, 4:-5], True),
+    "in the middle": (lambda b, s, v: (b + 1, s, v + 9), lambda x, b, s, v: x[1:, :, 4:-5], True),
+    "transposed": (lambda b, s, v: (s, b, v), lambda x, b, s, v: x.transpose(0, 1), False),
+    "without the first": (lambda b, s, v: (b, s + 1, v), lambda x, b, s, v: x[:, 1:], False),
     "class by class": (lambda b, s, v: (v, b, s), lambda x, b, s, v: x.permute(1, 2, 0), False),
     "every second class": (lambda b, s, v: (b, s, 2 * v), lambda x, b, s, v: x[..., ::2], False),
 }  # fmt: skip

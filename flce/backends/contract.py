@@ -1,12 +1,11 @@
 """The contract between the engine and a backend: the operations on one tile of logits.
 
 A *tile* has `rows` tokens and `cols` consecutive classes of the logits ``a = x W^T``. The matrix product or a user
-wrote these logits. A tile has the shape (rows, cols), or (outer, inner, cols) for outer * inner rows with two row
-strides. The stride between classes is 1. A backend computes row statistics, losses and gradients from one tile at a
-time. A `StatisticsCall` or `GradientCall` contains everything except the logits. A backend multiplies matrices only
-where no logits are written to memory then (`Backend.fused_statistics`, `fused_gradient`, `fused_exponentials`), or no
-float32 sum of dW (`weight_gradient`, `unscaled_weight_gradient`). Everything is computed in float32 (float64 for
-float64 logits).
+wrote these logits. The stride between classes is 1. A backend computes row statistics, losses and gradients from one
+tile at a time. A `StatisticsCall` or `GradientCall` contains everything except the logits. A backend multiplies
+matrices only where no logits are written to memory then (`Backend.fused_statistics`, `fused_gradient`,
+`fused_exponentials`), or no float32 sum of dW (`weight_gradient`, `unscaled_weight_gradient`). Everything is computed
+in float32 (float64 for float64 logits).
 """
 
 from __future__ import annotations
@@ -501,9 +500,9 @@ class Backend(Protocol):
         dense: Tensor, grad: Tensor, gradient_scale: Tensor | None, class_weight: Tensor | None,
         subtracted: Tensor | None,
     ) -> None:  # fmt: skip
-        """Add ``(dense[place] + sum of value * x[row]) / gradient_scale`` to `grad`, rounded once. Deterministic. With a
-        `class_weight`, (V,), ``class_weight[class] * subtracted``, (H,), is subtracted. Without it, rows of classes
-        that have neither entries nor a row of `dense` need not be read.
+        """Add ``(dense[place] + sum of value * x[row]) / gradient_scale`` to `grad`, rounded once. Deterministic.
+        With a `class_weight`, (V,), ``class_weight[class] * subtracted``, (H,), is subtracted. Without it, rows of
+        classes that have neither entries nor a row of `dense` need not be read.
 
         Args:
             x: (rows, H).

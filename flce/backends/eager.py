@@ -218,7 +218,7 @@ class TorchBackend:
             return
         per_row = torch.where(target == ignore_index, 1.0, factor)
         for rows, slab in _slabs(x):
-            column = per_row[rows].reshape(*slab.shape[:-1], 1)
+            column = per_row[rows, None]
             if x.dtype == factor.dtype:
                 slab.mul_(column)
             else:
@@ -267,24 +267,12 @@ def _row_slabs(ids: Tensor, row_bytes: int) -> Iterator[slice]:
 
 
 def _slabs(*tiles: Tensor) -> list[tuple[Any, ...]]:
-    """Return the slabs of tiles of one shape, (rows, cols) or (outer, inner, cols): a slice of all rows, and the slab
-    of each tile."""
-    tile = tiles[0]
-    *outer, rows, cols = tile.shape
-    itemsize = max(torch.float32.itemsize, tile.element_size())  # of the accumulation dtype
-    step = slab_rows(tile.device.type, tile.shape[:-1].numel(), cols, itemsize)
-    if not outer and 0 < rows <= step:
-        return [(slice(0, rows), *tiles)]
-    slabs = []
-    outer_step = max(1, step // max(1, rows))  # more than one only if each is complete
-    for begin in range(0, outer[0] if outer else 1, outer_step):
-        end = min(begin + outer_step, outer[0]) if outer else 1
-        for start in range(0, rows, step):
-            inner = slice(start, min(start + step, rows))
-            places = slice(begin * rows + inner.start, (end - 1) * rows + inner.stop)
-            index = (slice(begin, end), inner) if outer else inner
-            slabs.append((places, *[x[index] for x in tiles]))
-    return slabs
+    """Return the slabs of tiles of one shape, (rows, cols): a slice of the rows, and the slab of each tile."""
+    rows, cols = tiles[0].shape
+    itemsize = max(torch.float32.itemsize, tiles[0].element_size())  # of the accumulation dtype
+    step = slab_rows(tiles[0].device.type, rows, cols, itemsize)
+    parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    return [(part, *(tiles if part.stop == rows == step else [x[part] for x in tiles])) for part in parts]
 
 
 def _transform(logits: Tensor, call: TileCall, want_jacobian: bool) -> tuple[Tensor, Tensor | float]:
@@ -293,8 +281,6 @@ def _transform(logits: Tensor, call: TileCall, want_jacobian: bool) -> tuple[Ten
     spec = call.spec
     # As `accumulation_dtype`, which would cost a call.
     z = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=call.tile.keep_logits)
-    if z.dim() > 2:
-        z = z.reshape(-1, z.shape[-1])
     bias = call.inputs.bias
     if bias is not None:
         z = z.add_(bias[call.tile.columns])

@@ -8,15 +8,11 @@ upstream gradient. No tensor is changed in place, so `torch.compile` and autogra
 * `_InPlace`, for logits that may be overwritten, in eager mode. Forward reads a row, and writes its gradient to the
 same memory while the row is in the cache. Backward multiplies the gradient by the upstream gradient, unless it is 1.
 
-Both read rows without a copy where they can (`RowOrder`). If the vocabulary is divided, both merge statistics over
-the shards between the passes (`vocabulary_parallel`).
+If the vocabulary is divided, both merge statistics over the shards between the passes (`vocabulary_parallel`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -94,10 +90,10 @@ def check_overwritable(logits: Tensor) -> None:
             "inplace=True cannot write to logits of which several elements share memory (shape "
             f"{tuple(logits.shape)}, strides {logits.stride()}). {instead}"
         )
-    if row_order(logits) is None:
+    if not has_rows(logits):
         raise RuntimeError(
-            "inplace=True needs logits whose classes are next to each other and whose rows have one or two strides, "
-            f"got shape {tuple(logits.shape)}, strides {logits.stride()}. {instead}"
+            "inplace=True needs logits whose classes are next to each other and whose rows have one stride, got shape "
+            f"{tuple(logits.shape)}, strides {logits.stride()}. Give shift=1 instead of logits[:, :-1]. {instead}"
         )
 
 
@@ -109,11 +105,10 @@ def _compute_losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
     """Return the results of the operator, as `_RESULTS` lists them."""
     backend = get_backend(p.device)
     scales = vectors.LossScales(p, backend, needs_scales=False).for_loss
-    logits, order = as_rows(p.logits)
     out = RowOutputs.allocate(p.spec, p.accum, (p.target.numel(),), Arena(p.device).new)
-    inputs = _row_inputs(p, order, scales, not p.needs_token_weight)
-    _compute_statistics(p, backend, logits, StatisticsCall(inputs, p.spec, _tile(p, keep_logits=True), out))
-    return _reduce_outputs(p, backend, order, out, scales)
+    inputs = _row_inputs(p, scales, not p.needs_token_weight)
+    _compute_statistics(p, backend, as_rows(p.logits), StatisticsCall(inputs, p.spec, _tile(p, keep_logits=True), out))
+    return _reduce_outputs(p, backend, out, scales)
 
 
 def _compute_losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, ...], Tensor | None]:
@@ -122,8 +117,7 @@ def _compute_losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, 
     """
     backend = get_backend(p.device)
     scales = vectors.LossScales(p, backend, needs_scales=True, has_gradient_scale=p.dtype == torch.float16)
-    logits, order = as_rows(p.logits)
-    inputs = _row_inputs(p, order, scales.for_gradient())
+    logits, inputs = as_rows(p.logits), _row_inputs(p, scales.for_gradient())
     if p.needs_token_weight:  # It is computed from unweighted losses.
         inputs = inputs._replace(token_weight=None, upstream=inputs.token_weight)
     out = RowOutputs.allocate(p.spec, p.accum, (p.target.numel(),), Arena(p.device).new)
@@ -135,22 +129,20 @@ def _compute_losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, 
         row_gradient = _compute_statistics(p, backend, logits, call)
         if logits.shape[-1] and row_gradient is not None:
             backend.gradient(logits, logits, GradientCall(inputs, p.spec, _tile(p), out.normalizer, row_gradient))
-    return _reduce_outputs(p, backend, order, out, scales.for_loss), scales.gradient_scale
+    return _reduce_outputs(p, backend, out, scales.for_loss), scales.gradient_scale
 
 
 def _compute_gradient(p: CrossEntropyProblem, normalizer: Tensor, scales: Tensor, upstream: Tensor) -> Tensor:
     """Return the gradient of the logits in new memory. `upstream` has the shape of the loss."""
-    logits, order = as_rows(p.logits)
-    grad, grad_rows = empty_like_rows(p.logits, order)
-    if logits.numel():
+    grad = p.logits.new_empty(p.logits.shape)
+    if grad.numel():
         backend = get_backend(p.device)
-        inputs = _row_inputs(p, order, scales if scales.numel() else backend.loss_scales(p))
-        inputs = inputs._replace(upstream=order.flatten(upstream) if upstream.dim() else upstream)
-        row_gradient = upstream.new_empty(LOSS_GRADIENT_SLOTS, len(inputs.target))
-        tile = _tile(p, keep_logits=True)
-        call = GradientCall(inputs, p.spec, tile, order.flatten(normalizer), row_gradient)
+        inputs = _row_inputs(p, scales if scales.numel() else backend.loss_scales(p))
+        inputs = inputs._replace(upstream=as_vector(upstream) if upstream.dim() else upstream)
+        row_gradient, tile = upstream.new_empty(LOSS_GRADIENT_SLOTS, len(inputs.target)), _tile(p, keep_logits=True)
+        call = GradientCall(inputs, p.spec, tile, normalizer.reshape(len(normalizer), -1), row_gradient)
         backend.row_gradient(call)
-        backend.gradient(logits, grad_rows, call)
+        backend.gradient(as_rows(p.logits), as_rows(grad), call)
     return grad
 
 
@@ -182,19 +174,19 @@ def _tile(p: CrossEntropyProblem, keep_logits: bool = False) -> TileClasses:
     )
 
 
-def _row_inputs(p: CrossEntropyProblem, order: RowOrder, scales: Tensor | None, weighted: bool = True) -> RowInputs:
-    token_weight = order.flatten(p.token_weight) if weighted and p.token_weight is not None else None
-    return RowInputs(order.flatten(p.target), token_weight, p.class_weight, None, scales)
+def _row_inputs(p: CrossEntropyProblem, scales: Tensor | None, weighted: bool = True) -> RowInputs:
+    token_weight = as_vector(p.token_weight) if weighted and p.token_weight is not None else None
+    return RowInputs(as_vector(p.target), token_weight, p.class_weight, None, scales)
 
 
 def _reduce_outputs(
-    p: CrossEntropyProblem, backend: Backend, order: RowOrder, out: RowOutputs, scales: Tensor | None
+    p: CrossEntropyProblem, backend: Backend, out: RowOutputs, scales: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Return the results of the operator, as `_RESULTS` lists them, from the outputs of all rows."""
-    token_weight = None if p.token_weight is None else order.flatten(p.token_weight)
-    results, scales, token_weight_grad = vectors.reduce(p, backend, out, scales, order.flatten(p.target), token_weight)
-    results = results.map(lambda t: order.unflatten(t) if t.dim() else t)
-    others = (scales, None if token_weight_grad is None else order.unflatten(token_weight_grad))
+    token_weight, shape = None if p.token_weight is None else as_vector(p.token_weight), p.target.shape
+    results, scales, token_weight_grad = vectors.reduce(p, backend, out, scales, as_vector(p.target), token_weight)
+    results = results.map(lambda t: t.view([*t.shape[:-1], *shape]) if t.dim() else t)
+    others = (scales, None if token_weight_grad is None else token_weight_grad.view(shape))
     return *vectors.pack_outputs(results), *(out.loss.new_empty(0) if t is None else t for t in others)
 
 
@@ -249,13 +241,11 @@ class _InPlace(torch.autograd.Function):
         grad, gradient_scale, target, token_weight_grad = ctx.saved_tensors
         token_weight_grad = grad_loss * token_weight_grad if ctx.needs_token_weight else None
         factor = grad_loss if gradient_scale is None else grad_loss / gradient_scale
-        if row_order(grad) is None:  # a hook on saved tensors may return other strides
-            grad = grad.contiguous()
-        rows, order = as_rows(grad)
-        factor = order.flatten(factor) if factor.dim() else factor
+        rows = as_rows(grad)  # a copy if a hook on saved tensors returned other strides
+        factor = as_vector(factor) if factor.dim() else factor
         # An ignored row stays 0, also for an infinite or NaN upstream gradient.
-        get_backend(grad.device).scale_rows_(rows, factor, order.flatten(target), ctx.ignore_index)
-        return grad, token_weight_grad, None, None
+        get_backend(grad.device).scale_rows_(rows, factor, as_vector(target), ctx.ignore_index)
+        return rows.view(grad.shape), token_weight_grad, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -327,93 +317,32 @@ register_operator(
     lambda normalizer, scales, upstream, *args: _compute_gradient(
         _Arguments(*args).to_problem(), normalizer, scales, upstream
     ),
-    lambda normalizer, loss_scales, upstream, logits, *args: empty_like_rows(logits, as_rows(logits)[1])[0],
+    lambda normalizer, loss_scales, upstream, logits, *args: logits.new_empty(logits.shape),
 )
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Memory layout of rows of logits: the strides that kernels address without a copy
-
-# A backend can address one stride between rows, or an outer and an inner stride.
-MAX_LEVELS = 2
+# Memory layout of rows of logits
 
 
-@dataclass(frozen=True)
-class RowOrder:
-    """Order in which the rows of (..., V) are processed: the order in memory, because a loss does not depend on the
-    order.
-
-    Therefore a transposed batch needs no copy, and only gaps between rows (``logits[:, :-1]``) add a second level.
-    `flatten` brings vectors with one value per row into the same order; `unflatten` is its inverse.
-    """
-
-    shape: tuple[int, ...]  # of the leading dimensions
-    order: tuple[int, ...]  # indices of the leading dimensions, the largest stride first
-    levels: tuple[int, ...]  # sizes: (N,) or (outer, inner)
-
-    def to_rows(self, x: Tensor) -> Tensor:
-        """Return (..., V) as a view of shape (N, V) or (outer, inner, V)."""
-        shape = (*self.levels, x.shape[-1])
-        # `view` may fail for an empty tensor, whose strides are arbitrary.
-        return x.reshape(shape) if x.numel() == 0 else x.permute(*self.order, -1).view(shape)
-
-    def from_rows(self, rows: Tensor) -> Tensor:
-        """Return the inverse of `to_rows` as a view. `rows` must have no gaps in memory."""
-        sizes = [self.shape[d] for d in self.order]
-        return rows.view(*sizes, rows.shape[-1]).permute(*self._inverse, -1)
-
-    def flatten(self, x: Tensor) -> Tensor:
-        """Return (k..., ...) as (k..., N), contiguous."""
-        num_leading = x.dim() - len(self.order)
-        x = x.permute([*range(num_leading), *(num_leading + d for d in self.order)])
-        return x.reshape([*x.shape[:num_leading], math.prod(self.levels)]).contiguous()
-
-    def unflatten(self, x: Tensor) -> Tensor:
-        """Return (k..., N) as (k..., ...), contiguous."""
-        num_leading = x.dim() - 1
-        x = x.view([*x.shape[:-1], *(self.shape[d] for d in self.order)])
-        return x.permute([*range(num_leading), *(num_leading + d for d in self._inverse)]).contiguous()
-
-    @property
-    def _inverse(self) -> list[int]:
-        return sorted(range(len(self.order)), key=lambda d: self.order[d])
+def as_rows(x: Tensor) -> Tensor:
+    """Return (..., V) as (N, V) with contiguous classes: a view if the rows have one stride, else a copy."""
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return rows if rows.shape[-1] == 1 or rows.stride(-1) == 1 else rows.contiguous()
 
 
-def row_order(x: Tensor) -> RowOrder | None:
-    """Return the order of the rows of (..., V), or None if a backend needs a contiguous copy."""
-    shape = tuple(x.shape[:-1])
-    strides = x.stride()
-    order = tuple(sorted(range(len(shape)), key=lambda d: (bool(shape[d] != 1), -strides[d])))
-    if x.numel() == 0:
-        return RowOrder(shape, order, (math.prod(shape),))
-    levels = _levels(x, order)
-    if len(levels) > MAX_LEVELS or (x.shape[-1] != 1 and x.stride(-1) != 1):
-        return None
-    return RowOrder(shape, order, tuple(size for size, _ in levels) or (1,))
+def has_rows(x: Tensor) -> bool:
+    """Return True if `as_rows` returns a view."""
+    try:
+        rows = x.view(x.shape[:-1].numel(), x.shape[-1])
+    except RuntimeError:
+        return x.numel() == 0
+    return x.numel() == 0 or rows.shape[-1] == 1 or rows.stride(-1) == 1
 
 
-def _levels(x: Tensor, order: Sequence[int]) -> list[tuple[int, int]]:
-    """Return sizes and strides of the leading dimensions; dimensions without a gap between them are merged."""
-    levels: list[tuple[int, int]] = []
-    for d in order:
-        size, stride = x.shape[d], x.stride(d)
-        if size == 1:
-            continue
-        if levels and levels[-1][1] == size * stride:
-            levels[-1] = (levels[-1][0] * size, stride)
-        else:
-            levels.append((size, stride))
-    return levels
-
-
-def as_rows(x: Tensor) -> tuple[Tensor, RowOrder]:
-    """Return (..., V) as (N, V) or (outer, inner, V), and the order of the rows. Copies only if it must."""
-    order = row_order(x)
-    if order is None:
-        x = x.contiguous()
-        order = row_order(x)
-        assert order is not None
-    return order.to_rows(x), order
+def as_vector(x: Tensor) -> Tensor:
+    """Return values of the rows, (...), as (N,), contiguous."""
+    return x.reshape(-1).contiguous()
 
 
 def may_overlap(x: Tensor) -> bool:
@@ -426,9 +355,3 @@ def may_overlap(x: Tensor) -> bool:
             return True
         extent += (size - 1) * stride
     return False
-
-
-def empty_like_rows(x: Tensor, order: RowOrder) -> tuple[Tensor, Tensor]:
-    """Allocate memory without gaps in the row order of `x`. Return it as (..., V) and as its rows."""
-    rows = torch.empty((*order.levels, x.shape[-1]), dtype=x.dtype, device=x.device)
-    return order.from_rows(rows), rows

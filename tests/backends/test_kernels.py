@@ -228,21 +228,14 @@ EDGE_BLOCKS = {
 EDGE_TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 3e-6, torch.float64: 1e-12}
 
 
-def placed(x: Tensor, skip: int, gap: int, levels: int) -> tuple[Tensor, Tensor]:
-    """Return memory filled with a value that occurs nowhere else, and a view of it with the values of `x`.
-
-    The view begins `skip` elements behind the aligned start. Its rows are `gap` elements apart; with two levels every
-    third gap has five elements more.
-    """
-    (n, cols), inner = x.shape, 3
-    stride, more = cols + gap, 5 if levels == 2 else 0
-    memory = x.new_full((skip + n * stride + n // inner * more + 64,), -99.0)
+def placed(x: Tensor, skip: int, gap: int) -> tuple[Tensor, Tensor]:
+    """Return memory filled with a value that occurs nowhere else, and a view of it with the values of `x`. The view
+    begins `skip` elements behind the aligned start. Its rows are `gap` elements apart."""
+    n, cols = x.shape
+    memory = x.new_full((skip + n * (cols + gap) + 64,), -99.0)
     assert memory.data_ptr() % 16 == 0
-    if levels == 1:
-        view = memory.as_strided((n, cols), (stride, 1), skip)
-    else:
-        view = memory.as_strided((n // inner, inner, cols), (inner * stride + more, stride, 1), skip)
-    view.copy_(x.view(view.shape))
+    view = memory.as_strided((n, cols), (cols + gap, 1), skip)
+    view.copy_(x)
     return memory, view
 
 
@@ -282,7 +275,6 @@ def check_rows_anywhere(
     skip: int = 0,
     gap: int = 0,
     *,
-    levels: int = 1,
     mode: str = "both",  # or "statistics", "gradient"
     in_place: bool = True,
     shard: bool = False,  # the classes but the first five and the last four
@@ -309,9 +301,9 @@ def check_rows_anywhere(
     wide.gradient(TorchBackend(), expected_grad, expected_grad, tile, expected.normalizer, row_gradient)
 
     mine, out = kernels.TritonBackend(), rows.outputs()
-    memory, logits = placed(rows.logits[:, start:stop].contiguous(), skip, gap, levels)
+    memory, logits = placed(rows.logits[:, start:stop].contiguous(), skip, gap)
     before = memory.clone()
-    grad_memory, grad = (memory, logits) if in_place else placed(logits.reshape(expected_grad.shape), skip, gap, levels)
+    grad_memory, grad = (memory, logits) if in_place else placed(logits, skip, gap)
     if mode == "both":
         rows.loss_and_gradient(mine, logits, grad, tile, out)
     elif mode == "statistics":
@@ -324,7 +316,7 @@ def check_rows_anywhere(
     if mode != "gradient":
         assert_same(out, expected, 1e-12 if rows.accum == torch.float64 else 2e-5)
     if mode != "statistics":
-        assert_close(grad.double().reshape(expected_grad.shape), expected_grad, EDGE_TOLERANCE[rows.logits.dtype])
+        assert_close(grad.double(), expected_grad, EDGE_TOLERANCE[rows.logits.dtype])
         assert_intact(grad_memory, before, grad)
         if not in_place:
             assert same_bits(memory, before)
@@ -357,7 +349,6 @@ ANYWHERE = allpairs(
         "feature": list(FEATURES),
         "mode": ["statistics", "gradient", "both"],
         "in_place": [True, False],
-        "levels": [1, 2],
         "shard": [False, True],
     }
 )
@@ -374,7 +365,7 @@ def test_rows_anywhere(
     shard = row["shard"] and row["mode"] != "both"
     rows = random_rows(9, cols + 9 * shard, row["dtype"], device, **FEATURES[row["feature"]])
     rows.inputs.target.clamp_(max=rows.vocab - 1)
-    arguments = {key: row[key] for key in ("skip", "gap", "levels", "mode", "in_place")}
+    arguments = {key: row[key] for key in ("skip", "gap", "mode", "in_place")}
     flags = record_launches(monkeypatch, kernels)
     check_rows_anywhere(kernels, rows, **arguments, shard=shard)
     assert len(flags) == 1

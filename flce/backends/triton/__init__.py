@@ -228,7 +228,7 @@ class TritonBackend:
 
 
 def _cross_entropy(
-    logits: Tensor,  # (rows, cols) or (outer, inner, cols), unit column stride
+    logits: Tensor,  # (rows, cols), unit column stride
     grad: Tensor | None,  # shape of logits; None: no gradient
     call: TileCall,
     state: Tensor | None,
@@ -236,7 +236,7 @@ def _cross_entropy(
 ) -> Iterator[Launch]:
     inputs, spec, tile, *_ = call
     out = call.out if isinstance(call, StatisticsCall) else None
-    num_rows, cols = logits.shape[:-1].numel(), logits.shape[-1]
+    num_rows, cols = logits.shape
     extras = (
         spec.softcap is not None
         or inputs.bias is not None
@@ -251,7 +251,6 @@ def _cross_entropy(
     lanes, vector = launch["LANES"], launch["VECTOR"]
     head_bytes = _head_bytes(logits.element_size(), lanes, vector) if edges else 0
     one_block = launch["PARTS"] * lanes * vector >= (cols // vector * vector if head_bytes else cols)
-    inner_rows, logits_outer_stride = scale.outer_level(logits)
     options = {
         "ACCUM": tl.float64 if accumulation_dtype(logits.dtype) == torch.float64 else tl.float32,
         "STATISTICS": out is not None,
@@ -261,7 +260,6 @@ def _cross_entropy(
         "GRADIENT": grad is not None,
         "NARROWING": grad is not None and grad.dtype != logits.dtype and grad.data_ptr() == logits.data_ptr(),
         "EXPONENTIALS": factors is not None,
-        "TWO_LEVEL": logits.dim() == 3,
         "HEAD_BYTES": head_bytes,
         "ONE_BLOCK": one_block,
         **overlap_options(logits.device),
@@ -276,9 +274,6 @@ def _cross_entropy(
         grad=grad,
         state=state,
         factors=factors,
-        inner_rows=inner_rows,
-        logits_outer_stride=logits_outer_stride,
-        grad_outer_stride=0 if grad is None else scale.outer_level(grad)[1],
     )
 
 
@@ -289,20 +284,15 @@ def _rows_have_edges(logits: Tensor, grad: Tensor | None, accessible_cols: int) 
     """
     tensors = [logits] if grad is None or grad is logits else [logits, grad]
     # The compiler distinguishes only arguments that are multiples of 16 from all others.
-    numbers = [accessible_cols, *(n for t in tensors for n in (t.data_ptr(), *t.stride()[:-1]))]
+    numbers = [accessible_cols, *(n for t in tensors for n in (t.data_ptr(), t.stride(0)))]
     if not any(n % 16 for n in numbers):
         return False
     if len(tensors) == 1:
         return True
     if logits.element_size() != tensors[1].element_size():
         return False
-    places = [
-        (
-            t.data_ptr() % VECTOR_BYTES,
-            *(t.stride(d) * t.element_size() % VECTOR_BYTES if t.shape[d] > 1 else 0 for d in range(t.dim() - 1)),
-        )
-        for t in tensors
-    ]
+    steps = [t.stride(0) * t.element_size() if len(t) > 1 else 0 for t in tensors]
+    places = [(t.data_ptr() % VECTOR_BYTES, step % VECTOR_BYTES) for t, step in zip(tensors, steps, strict=True)]
     return places[0] == places[1]
 
 

@@ -168,11 +168,11 @@ def _gradient(
 @triton.jit(
     do_not_specialize=[
         "ignore_index", "column_start", "state_stride", "factors_stride", "normalizer_stride", "upstream_stride",
-        "inner_rows", "row_gradient_stride",
+        "row_gradient_stride",
     ]
 )  # fmt: skip
 def cross_entropy_kernel(
-    logits_ptr,  # (rows, cols), row stride logits_stride; with TWO_LEVEL (outer, inner_rows, cols)
+    logits_ptr,  # (rows, cols), row stride logits_stride
     grad_ptr,  # likewise, row stride grad_stride; may be logits_ptr
     target_ptr,  # (rows,) int64
     bias_ptr,  # (cols,) of this tile
@@ -194,9 +194,6 @@ def cross_entropy_kernel(
     log_sum_sq_prob_ptr,  # (rows,)
     logits_stride,
     grad_stride,
-    inner_rows,  # with TWO_LEVEL
-    logits_outer_stride,
-    grad_outer_stride,
     state_stride,
     factors_stride,
     normalizer_stride,
@@ -219,7 +216,6 @@ def cross_entropy_kernel(
     GRADIENT: tl.constexpr,
     NARROWING: tl.constexpr,
     EXPONENTIALS: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -249,14 +245,8 @@ def cross_entropy_kernel(
     offsets = tl.arange(0, PARTS)[:, None] * (LANES * VECTOR) + tl.arange(0, LANES * VECTOR)[None, :]
     # 64-bit, because row * stride exceeds 2^31 at 16,744 rows of 128,256 classes.
     row = tl.program_id(0).to(tl.int64)
-    if TWO_LEVEL:
-        outer = row // inner_rows
-        inner = row - outer * inner_rows
-        logits_ptr += outer * logits_outer_stride + inner * logits_stride
-        grad_ptr += outer * grad_outer_stride + inner * grad_stride
-    else:
-        logits_ptr += row * logits_stride
-        grad_ptr += row * grad_stride
+    logits_ptr += row * logits_stride
+    grad_ptr += row * grad_stride
     if HAS_CLASS_WEIGHT:
         tile_weight_ptr = class_weight_ptr + column_start
     else:

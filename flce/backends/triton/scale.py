@@ -61,19 +61,16 @@ def scale_kernel(
             _scale(second_ptr, second_ptr, factor, second_numel, BLOCK)
 
 
-@triton.jit(do_not_specialize=["inner_rows", "rows", "ignore_index"])
+@triton.jit(do_not_specialize=["rows", "ignore_index"])
 def scale_rows_kernel(
-    x_ptr,  # (rows, cols), row stride x_stride; with TWO_LEVEL (outer, inner_rows, cols)
+    x_ptr,  # (rows, cols), row stride x_stride
     factor_ptr,  # (rows,), or () with ONE_FACTOR
     target_ptr,  # (rows,) int64; rows with ignore_index are unchanged
     x_stride,
-    x_outer_stride,
-    inner_rows,
     rows,
     cols,
     ignore_index,
     ONE_FACTOR: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
     OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -87,11 +84,7 @@ def scale_rows_kernel(
         if not ONE_FACTOR:
             factor = tl.load(factor_ptr + row)
         if (factor != 1.0) & (tl.load(target_ptr + row) != ignore_index):
-            if TWO_LEVEL:
-                outer = row // inner_rows
-                row_ptr = x_ptr + outer * x_outer_stride + (row - outer * inner_rows) * x_stride
-            else:
-                row_ptr = x_ptr + row * x_stride
+            row_ptr = x_ptr + row * x_stride
             for start in range(0, cols, BLOCK):
                 offsets = start + tl.arange(0, BLOCK)
                 mask = offsets < cols
@@ -116,29 +109,21 @@ def scale(x: Tensor, out: Tensor, second: Tensor | None, factor: Tensor) -> Iter
 
 
 def scale_rows(x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> Iterator[Launch]:
-    inner, outer_stride = outer_level(x)
-    num_rows = x.shape[:-1].numel()
-    options = {"ONE_FACTOR": factor.dim() == 0, "TWO_LEVEL": x.dim() == 3, "BLOCK": BLOCK}
+    rows, cols = x.shape
+    options = {"ONE_FACTOR": factor.dim() == 0, "BLOCK": BLOCK}
     yield build_launch(
         scale_rows_kernel,
-        (min(_programs(x), num_rows),),
+        (min(_programs(x), rows),),
         None,
         {**options, **thread_options(x.device, WARPS), **overlap_options(x.device)},
         x=x,
         factor=factor,
         target=target,
-        x_outer_stride=outer_stride,
-        inner_rows=inner,
-        rows=num_rows,
-        cols=x.shape[-1],
+        rows=rows,
+        cols=cols,
         ignore_index=ignore_index,
     )
 
 
 def _programs(x: Tensor) -> int:
     return PROGRAMS * device_record(x.device).multiprocessors
-
-
-def outer_level(x: Tensor) -> tuple[int, int]:
-    """Return the size of `inner` and the stride of `outer` in (outer, inner, cols), or (1, 0) for (rows, cols)."""
-    return (x.shape[1], x.stride(0)) if x.dim() == 3 else (1, 0)
