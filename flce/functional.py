@@ -261,8 +261,8 @@ def linear_logprobs(
         mask: (...) bool, of the shape of `target`: False for targets to ignore, such as the tokens of a prompt. Equal
             to `ignore_index` in `target`. Without a target: False for positions to ignore.
         top_k: k, up to 256 and up to V: the k most probable classes are returned, without gradients.
-        outputs: any of "logprob", "entropy", "lse" (with gradients), "argmax", "correct", "mean_logit" and
-            "log_sum_sq_prob" (without).
+        outputs: any of "logprob", "entropy", "lse" (with gradients), "argmax", "correct" and "mean_logit"
+            (without).
         linear_bias, adapters, softcap, logit_scale: as in `fused_linear_cross_entropy`.
         temperature: divides the logits after softcap, > 0. A number, or (...) one number for each token, in a floating
             dtype and without a gradient.

@@ -21,8 +21,8 @@ from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyProblem, Li
 from flce.core.slices import slice_columns
 
 # Slots (numbers of a row) of the running state, which statistics update tile by tile.
-STATE_SLOTS = 9
-MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX, LOGIT_SUM, SQUARE_SUM = range(STATE_SLOTS)
+STATE_SLOTS = 8
+MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX, LOGIT_SUM = range(STATE_SLOTS)
 
 # `Backend.exponentials` has two more slots: a reference, to which exponentials are relative, and dz/da of the target.
 EXPONENTIAL_SLOTS = STATE_SLOTS + 2
@@ -117,7 +117,7 @@ def num_partial_statistics(spec: LossSpec) -> int:
     """Return how many numbers `Backend.fused_statistics` stores for each row and block: its largest logit, its sum of
     exponentials, and one for each additional statistic."""
     argmax = "argmax" in spec.stats or "correct" in spec.stats
-    return 2 + argmax + len({"entropy", "mean_logit", "log_sum_sq_prob"}.intersection(spec.stats))
+    return 2 + argmax + ("entropy" in spec.stats) + ("mean_logit" in spec.stats)
 
 
 # A call of a loss, with a head or with logits.
@@ -165,14 +165,13 @@ class RowOutputs(NamedTuple):
     entropy: Tensor | None  # (rows,)
     argmax: Tensor | None  # (rows,) int64
     mean_logit: Tensor | None  # (rows,)
-    log_sum_sq_prob: Tensor | None  # (rows,)
 
     @staticmethod
     def requested_fields(spec: LossSpec) -> tuple[bool, ...]:
         """Return for each field True if a call requests it."""
         stats = spec.stats
         argmax = "argmax" in stats or "correct" in stats
-        named = [name in stats for name in ("logprob", "entropy", "mean_logit", "log_sum_sq_prob")]
+        named = [name in stats for name in ("logprob", "entropy", "mean_logit")]
         return True, spec.z_loss != 0.0, True, *named[:2], argmax, *named[2:]
 
     @staticmethod

@@ -28,7 +28,6 @@ from flce.backends.contract import (
     REFERENCE,
     SMOOTH_SUM,
     SOFTMAX,
-    SQUARE_SUM,
     STUDENT,
     SUM,
     TARGET,
@@ -57,8 +56,6 @@ ROW_NUMBERS = 24
 # Bytes of a reduction of few rows on an accelerator, whose blocks store numbers and positions: 16 for each block, of
 # which each of up to 400 multiprocessors has four, and one for each row.
 REDUCTION_BYTES = 32 << 10
-# Columns of a block of a sum of squares.
-SQUARES_BLOCK = 256
 
 
 def slab_rows(device_type: str, rows: int, cols: int, itemsize: int) -> int:
@@ -79,8 +76,7 @@ def temporary_bytes(
         spec.softcap is not None,
         spec.label_smoothing != 0.0 or "entropy" in spec.stats,
     )
-    numbers = ROW_NUMBERS + cols // SQUARES_BLOCK * ("log_sum_sq_prob" in spec.stats)
-    in_slab = slab_rows(device_type, rows, cols, accum.itemsize) * (sum(slabs) * cols + numbers) * accum.itemsize
+    in_slab = slab_rows(device_type, rows, cols, accum.itemsize) * (sum(slabs) * cols + ROW_NUMBERS) * accum.itemsize
     return in_slab + REDUCTION_BYTES * (device_type != "cpu")
 
 
@@ -346,8 +342,6 @@ def _merge(z: Tensor, call: StatisticsCall, targets: Targets, state: Tensor | No
     if "entropy" in spec.stats:
         # exp(z) z is 0 where z is -inf
         merged[ENTROPY_SUM] = relative.mul_(exps).nan_to_num_(0.0).sum(1)
-    if "log_sum_sq_prob" in spec.stats:
-        merged[SQUARE_SUM] = _sum_of_squares(exps)
     if before is not None:
         shift = torch.where(before[MAX] == -torch.inf, 0.0, before[MAX] - safe_max)
         decay = torch.where(before[MAX] == -torch.inf, 0.0, shift.exp())
@@ -356,20 +350,7 @@ def _merge(z: Tensor, call: StatisticsCall, targets: Targets, state: Tensor | No
             merged[ENTROPY_SUM] += decay * (before[ENTROPY_SUM] + shift * before[SUM])
         if "mean_logit" in spec.stats:
             merged[LOGIT_SUM] += before[LOGIT_SUM]
-        if "log_sum_sq_prob" in spec.stats:
-            merged[SQUARE_SUM] += decay.square() * before[SQUARE_SUM]
     return merged, exps
-
-
-def _sum_of_squares(x: Tensor) -> Tensor:
-    """Return the sums over the columns of (rows, cols), without a copy of `x`.
-
-    On CPUs a norm adds one number after the other, so its error grows with the number of columns.
-    """
-    blocks = x.shape[1] // SQUARES_BLOCK
-    stop = blocks * SQUARES_BLOCK
-    of_blocks = torch.linalg.vector_norm(x[:, :stop].unflatten(1, (blocks, SQUARES_BLOCK)), dim=2)
-    return of_blocks.square_().sum(1) + torch.linalg.vector_norm(x[:, stop:], dim=1).square_()
 
 
 def _softmax_term(exps: Tensor, log_sum: Tensor, row_gradient: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ from flce.backends.contract import (
     REFERENCE,
     SMOOTH_SUM,
     SOFTMAX,
-    SQUARE_SUM,
     STUDENT,
     SUM,
     TARGET,
@@ -229,7 +228,6 @@ class RowStatistics(NamedTuple):
     entropy: Tensor | None
     argmax: Tensor | None
     mean_logit: Tensor | None
-    log_sum_sq_prob: Tensor | None
 
     @staticmethod
     def requested_names(spec: LossSpec) -> list[str]:
@@ -257,7 +255,6 @@ def results_from_state(
         entropy=log_sum - state[ENTROPY_SUM] / state[SUM] if "entropy" in stats else None,
         argmax=state[ARGMAX] if "argmax" in stats or "correct" in stats else None,
         mean_logit=state[LOGIT_SUM] / classes if "mean_logit" in stats else None,
-        log_sum_sq_prob=state[SQUARE_SUM].log() - 2.0 * log_sum if "log_sum_sq_prob" in stats else None,
     )
 
 
@@ -286,7 +283,7 @@ def merge_shards(shards: RowStatistics, widths: Tensor, weight_sums: Tensor, own
     logprob = torch.where(own_lse == -torch.inf, -torch.inf, logprob)
     minus_log_share = log_sum - lse  # minus the logarithm of the probability of a shard's classes
     has_no_share = minus_log_share == torch.inf
-    smooth = entropy = argmax = mean_logit = log_sum_sq_prob = None
+    smooth = entropy = argmax = mean_logit = None
     if shards.smooth is not None:
         # Classes of weight 0 add nothing to the sum, even if their logits are -inf.
         impossible = torch.where(weight_sums == 0.0, 0.0, torch.inf)
@@ -299,12 +296,8 @@ def merge_shards(shards: RowStatistics, widths: Tensor, weight_sums: Tensor, own
         argmax = torch.where(found == torch.inf, 0.0, found)
     if shards.mean_logit is not None:
         mean_logit = torch.where(widths > 0, widths * shards.mean_logit, 0.0).sum(0) / widths.sum()
-    if shards.log_sum_sq_prob is not None:
-        log_sum_sq_prob = torch.where(
-            has_no_share, -torch.inf, shards.log_sum_sq_prob - 2.0 * minus_log_share
-        ).logsumexp(0)
     logprob = torch.where(nothing, torch.nan, logprob)
-    return RowStatistics(offset, log_sum, logprob, smooth, entropy, argmax, mean_logit, log_sum_sq_prob)
+    return RowStatistics(offset, log_sum, logprob, smooth, entropy, argmax, mean_logit)
 
 
 # Slots of the offsets and of the sums of teacher and student in `Teacher.rows`.

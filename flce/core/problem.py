@@ -22,7 +22,7 @@ Stat = Literal["lse", "logprob", "entropy", "argmax", "correct"]
 STATS: tuple[str, ...] = get_args(Stat)
 
 # Results of `flce.linear_logprobs`.
-Output = Literal["logprob", "entropy", "lse", "argmax", "correct", "mean_logit", "log_sum_sq_prob"]
+Output = Literal["logprob", "entropy", "lse", "argmax", "correct", "mean_logit"]
 OUTPUTS: tuple[str, ...] = get_args(Output)
 # Divergences of `flce.linear_divergence`, and its results.
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
@@ -333,8 +333,6 @@ class LinearLogprobsOutput:
     """(...) bool: ``argmax == target``."""
     mean_logit: Tensor | None = None
     """(...) mean of the logits."""
-    log_sum_sq_prob: Tensor | None = None
-    """(...) logarithm of the sum of squared probabilities: minus the Renyi entropy of order 2."""
     candidate_logprob: Tensor | None = None
     """(..., K) log-probabilities of `candidates`, 0 where a candidate is -1."""
     top_k_logprob: Tensor | None = None

@@ -57,7 +57,6 @@ class TokenResults(NamedTuple):
     normalizer: Tensor  # (slots, N)
     argmax: Tensor | None  # (N,) int64
     mean_logit: Tensor | None  # (N,)
-    log_sum_sq_prob: Tensor | None  # (N,)
     top_k_logprob: Tensor | None  # (N, k)
     top_k_ids: Tensor | None  # (N, k) int64
     teacher_rows: Tensor | None  # (DIVERGENCE_SLOTS, N)
@@ -158,7 +157,7 @@ def forward(problem: LinearCrossEntropyProblem, plan: Plan, runtime: Runtime | N
     lse = log_sum_exp(outputs.normalizer) if "lse" in spec.stats else None
     return TokenResults(
         outputs.logprob, outputs.entropy, lse, candidate_logprob, divergence, outputs.normalizer, outputs.argmax,
-        outputs.mean_logit, outputs.log_sum_sq_prob, top_k_logprob, top_k_ids, teacher_rows, context.samples_memory,
+        outputs.mean_logit, top_k_logprob, top_k_ids, teacher_rows, context.samples_memory,
     )  # fmt: skip
 
 

@@ -39,11 +39,11 @@ _FUNCTION, _METHOD = "add_fused_lm_head", "compute_loss"
 _FIELDS = {
     "log_probs": "logprob",
     "entropy": "entropy",
-    "log_sum_sq_probs": "log_sum_sq_prob",
+    "log_sum_sq_probs": "lse",
     "mean_logits": "mean_logit",
     "is_top1": "correct",
 }
-"""Fields of TRL's output, and their names in the results of `flce.linear_logprobs`."""
+"""Fields of TRL's output, and the results of `flce.linear_logprobs` from which they follow."""
 
 _LOSS_ARGUMENTS = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
 """Arguments that are not passed to the model's stock forward."""
@@ -216,7 +216,13 @@ class _FusedHead:
             else:
                 names = {name: _FIELDS[name] for name in self.outputs}
                 results = state.token_results(*names.values(), target=labels, **arguments)
-                fields = {name: getattr(results, ours)[:, : labels.shape[1] - shift] for name, ours in names.items()}
+                values: dict[str, Any] = {name: getattr(results, ours) for name, ours in names.items()}
+                if "log_sum_sq_probs" in values:  # lse(2 z) - 2 lse(z)
+                    with torch.no_grad():
+                        arguments["temperature"] /= 2.0
+                        of_doubled: Any = state.token_results("lse", target=labels, **arguments).lse
+                        values["log_sum_sq_probs"] = of_doubled - 2.0 * values["log_sum_sq_probs"]
+                fields = {name: value[:, : labels.shape[1] - shift] for name, value in values.items()}
         register_results(state, fields.values())
         loss = -fields["log_probs"].sum() / count
         aux_loss = outputs.get("aux_loss")

@@ -149,7 +149,7 @@ def test_scales_and_sums(
     )
     loss = torch.randn(rows, dtype=torch.float64, device=device)
     z = torch.randn(rows, dtype=torch.float64, device=device) if z_loss else None
-    out = RowOutputs(loss, z, loss.new_empty(2, rows), None, None, None, None, None)
+    out = RowOutputs(loss, z, loss.new_empty(2, rows), *[None] * 4)
     count = (target != -100).sum().double()
     z_scale = count.reciprocal() if reduction == "mean" else count.new_tensor(1 / 7 if items else 1.0)
     ce_scale = z_scale
@@ -177,7 +177,7 @@ def test_sums_of_many_rows_on_cuda(kernels: ModuleType, rows: int) -> None:
     logits = torch.empty(rows, 11, dtype=torch.bfloat16, device="cuda")
     p = CrossEntropyProblem(logits, target, None, None, None, LossSpec(ignore_index=-1, reduction="mean"), None)
     loss = torch.rand(rows, device="cuda")
-    out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None, None, None)
+    out = RowOutputs(loss, None, loss.new_empty(2, rows), *[None] * 4)
     total, _, scales = kernels.TritonBackend().reduce(p, out, None)
     count = int((target != -1).sum())
     if count:

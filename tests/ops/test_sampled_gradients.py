@@ -189,7 +189,7 @@ def test_backends_draw_the_same_entries(dtype: torch.dtype, device: torch.device
         backend.set_thresholds(x.to(dtype), target, index, 0, 3.0, threshold, seeds)
         words = words_of(33 * 25, device).view(33, 25)
         inputs = RowInputs(target, None, None, None, None)
-        call = StatisticsCall(inputs, spec, TileClasses(0, 777, 777, 777), RowOutputs(*[None] * 8))  # type: ignore[arg-type]
+        call = StatisticsCall(inputs, spec, TileClasses(0, 777, 777, 777), RowOutputs(*[None] * 7))  # type: ignore[arg-type]
         one = call._replace(inputs=inputs._replace(target=target[:1]), spec=LossSpec())
         backend.mark_entries(frequent, one, Marks(zero, zero.view(torch.int32), 0, omitted[None]))
         backend.mark_entries(logits, call, Marks(threshold, seeds, 3, words))

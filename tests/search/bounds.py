@@ -217,8 +217,7 @@ class Logits:
 
     def results(self, target: Tensor, candidates: Tensor | None = None) -> dict[str, Tensor]:
         """Return the errors of the results of tokens, by name. `target`: (N,); `candidates`: (N, K)."""
-        squares, steps = (2.0 * self.logp).softmax(-1), self.u * (self.z.shape[1] + 4.0)
-        of_squares = (-2.0 * self.below).logsumexp(-1)
+        steps = self.u * (self.z.shape[1] + 4.0)
         found = {
             "logprob": self.dlogprob(target[:, None])[:, 0],
             "entropy": self.dentropy,
@@ -226,13 +225,6 @@ class Logits:
             "mean_logit": self.dz.square().mean(-1).sqrt()
             + steps * self.z.abs().mean(-1)
             + self.error_of_common(torch.full_like(self.z, 1.0 / max(self.z.shape[1], 1))),
-            "log_sum_sq_prob": 2.0 * ((squares - self.p) * self.dz).square().sum(-1).sqrt()
-            + 2.0 * self.error_of_common(squares - self.p)
-            + 2.0 * self.dsum
-            + 4.0 * self.large_dz
-            + self._of_exponentials(squares, 2.0 * self.below, of_squares.abs(), self.how)
-            + self.u * (4.0 * self.log_sum + (of_squares - 2.0 * self.log_sum).abs())
-            + 2.0 * self.of_oracle,
         }
         return found if candidates is None else {**found, "candidate_logprob": self.dlogprob(candidates.clamp(min=0))}
 

@@ -120,8 +120,8 @@ FEWEST_LANES = 128
 EDGED_LANES = 512
 EDGED_FILLED = 2 / 3
 # Results of a row that need registers, and the subset that each lane sums.
-EXTRAS = ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")
-SUMS = ("entropy", "mean_logit", "log_sum_sq_prob")
+EXTRAS = ("entropy", "argmax", "mean_logit")
+SUMS = ("entropy", "mean_logit")
 # The maximum number of parts of a block with statistics, if 0, 1 or more of these are computed: SUMS, label smoothing,
 # the argmax in addition to SUMS, class weights in addition to label smoothing. The table has the bytes that a thread
 # with 64 registers spills to memory (bfloat16, compiled for compute capability 9.0, or for 8.6 if that spills more):

@@ -75,7 +75,6 @@ _REFERENCE = tl.constexpr(contract.REFERENCE)
 _SMOOTH_SUM = tl.constexpr(contract.SMOOTH_SUM)
 _ARGMAX = tl.constexpr(contract.ARGMAX)
 _LOGIT_SUM = tl.constexpr(contract.LOGIT_SUM)
-_SQUARE_SUM = tl.constexpr(contract.SQUARE_SUM)
 _EXP_REFERENCE = tl.constexpr(contract.EXP_REFERENCE)
 _EXPONENTIAL_HEADROOM = tl.constexpr(contract.EXPONENTIAL_HEADROOM)
 _LEAST_JACOBIAN_FACTOR = tl.constexpr(contract.LEAST_JACOBIAN_FACTOR)
@@ -93,19 +92,17 @@ def _merge(
     column_start,  # the class of column 0
     class_weight_ptr,
     reference,
-    # from here to `square_sum`: statistics of each lane, (LANES,)
+    # from here to `logit_sum`: statistics of each lane, (LANES,)
     largest,
     total,
     entropy_sum,
     smooth_sum,
     argmax,
     logit_sum,
-    square_sum,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
     WANT_MEAN_LOGIT: tl.constexpr,
-    WANT_LOG_SUM_SQ_PROB: tl.constexpr,
     HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     WANT_ARGMAX: tl.constexpr,
@@ -139,9 +136,7 @@ def _merge(
         carried = tl.where(old_total > 0, decay * (entropy_sum + (old_largest - zero) * old_total), 0.0)
         terms = tl.where(z == float("-inf"), 0.0, exps * (z - broadcast_lanes(zero, LANES, VECTOR)))
         entropy_sum = carried + lane_sum(terms, LANES, VECTOR)
-    if WANT_LOG_SUM_SQ_PROB:
-        square_sum = square_sum * decay * decay + lane_sum(exps * exps, LANES, VECTOR)
-    return largest, total, entropy_sum, smooth_sum, argmax, logit_sum, square_sum, exps
+    return largest, total, entropy_sum, smooth_sum, argmax, logit_sum, exps
 
 
 @triton.jit
@@ -182,7 +177,7 @@ def cross_entropy_kernel(
     row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride; without STATISTICS
     upstream_ptr,  # (rows,), stride upstream_stride: 0 if all rows share one value
     scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
-    state_ptr,  # (9, rows), row stride state_stride; 11 with EXPONENTIALS
+    state_ptr,  # (8, rows), row stride state_stride; 10 with EXPONENTIALS
     factors_ptr,  # with EXPONENTIALS their row gradient, row stride factors_stride: output
     loss_ptr,  # (rows,)
     z_loss_ptr,  # (rows,)
@@ -191,7 +186,6 @@ def cross_entropy_kernel(
     entropy_ptr,  # (rows,)
     argmax_ptr,  # (rows,) int64
     mean_logit_ptr,  # (rows,)
-    log_sum_sq_prob_ptr,  # (rows,)
     logits_stride,
     grad_stride,
     state_stride,
@@ -230,7 +224,6 @@ def cross_entropy_kernel(
     WANT_ENTROPY: tl.constexpr,
     WANT_ARGMAX: tl.constexpr,
     WANT_MEAN_LOGIT: tl.constexpr,
-    WANT_LOG_SUM_SQ_PROB: tl.constexpr,
     HEAD_BYTES: tl.constexpr,  # 0: the first vector begins with the row; else at the next multiple of these bytes
     ONE_BLOCK: tl.constexpr,  # BLOCK >= cols
     OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
@@ -350,7 +343,6 @@ def cross_entropy_kernel(
         smooth_sum = tl.full((LANES,), 0.0, ACCUM)
         argmax = tl.full((LANES,), 0, tl.int64)
         logit_sum = tl.full((LANES,), 0.0, ACCUM)
-        square_sum = tl.full((LANES,), 0.0, ACCUM)
         reference = tl.full((), 0.0, ACCUM)
         target_logit = tl.where(target_in_tile, target_z, 0.0)
         state_ptr += row
@@ -369,8 +361,6 @@ def cross_entropy_kernel(
                 argmax = tl.where(first, tl.load(state_ptr + _ARGMAX * state_stride).to(tl.int64), argmax)
             if WANT_MEAN_LOGIT:
                 logit_sum = tl.where(first, tl.load(state_ptr + _LOGIT_SUM * state_stride), logit_sum)
-            if WANT_LOG_SUM_SQ_PROB:
-                square_sum = tl.where(first, tl.load(state_ptr + _SQUARE_SUM * state_stride), square_sum)
         elif HAS_LABEL_SMOOTHING:
             # Sums of logits are relative to one logit of the row, so that a large common offset does not cancel their
             # digits.
@@ -395,8 +385,6 @@ def cross_entropy_kernel(
                 argmax = tl.where(largest > float("-inf"), column_start + edge_columns, argmax)
             if WANT_MEAN_LOGIT:
                 logit_sum = tl.where(edge_present, edge_z, 0.0)
-            if WANT_LOG_SUM_SQ_PROB:
-                square_sum = total * total
         if not ONE_BLOCK:
             for start in range(0, full, BLOCK):
                 columns = start + offsets
@@ -404,10 +392,9 @@ def cross_entropy_kernel(
                     tl.load(logits_ptr + columns), bias_ptr, columns, None,
                     scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
                 )  # fmt: skip
-                largest, total, entropy_sum, smooth_sum, argmax, logit_sum, square_sum, _exps = _merge(
+                largest, total, entropy_sum, smooth_sum, argmax, logit_sum, _exps = _merge(
                     z, columns, None, column_start, tile_weight_ptr, reference,
-                    largest, total, entropy_sum, smooth_sum, argmax, logit_sum, square_sum,
-                    WANT_MEAN_LOGIT=WANT_MEAN_LOGIT, WANT_LOG_SUM_SQ_PROB=WANT_LOG_SUM_SQ_PROB,
+                    largest, total, entropy_sum, smooth_sum, argmax, logit_sum, WANT_MEAN_LOGIT=WANT_MEAN_LOGIT,
                     LANES=LANES, VECTOR=VECTOR, WANT_ENTROPY=WANT_ENTROPY, WANT_ARGMAX=WANT_ARGMAX, ASCENDING=not EDGES,
                     HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
                 )  # fmt: skip
@@ -418,10 +405,9 @@ def cross_entropy_kernel(
         last_z, last_jacobian = transform(
             last_a, bias_ptr, last_columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
         )
-        largest, total, entropy_sum, smooth_sum, argmax, logit_sum, square_sum, last_exps = _merge(
+        largest, total, entropy_sum, smooth_sum, argmax, logit_sum, last_exps = _merge(
             tl.where(present, last_z, float("-inf")), last_columns, present, column_start, tile_weight_ptr, reference,
-            largest, total, entropy_sum, smooth_sum, argmax, logit_sum, square_sum,
-            WANT_MEAN_LOGIT=WANT_MEAN_LOGIT, WANT_LOG_SUM_SQ_PROB=WANT_LOG_SUM_SQ_PROB,
+            largest, total, entropy_sum, smooth_sum, argmax, logit_sum, WANT_MEAN_LOGIT=WANT_MEAN_LOGIT,
             LANES=LANES, VECTOR=VECTOR, WANT_ENTROPY=WANT_ENTROPY, WANT_ARGMAX=WANT_ARGMAX, ASCENDING=not EDGES,
             HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
         )  # fmt: skip
@@ -437,10 +423,6 @@ def cross_entropy_kernel(
             row_argmax = tl.min(tl.where(largest == row_max, argmax, _NO_COLUMN), axis=0)
         if WANT_MEAN_LOGIT:
             row_logit_sum = tl.sum(logit_sum, axis=0)
-        if WANT_LOG_SUM_SQ_PROB:
-            only_inf = row_max == float("-inf")
-            squares = square_sum * tl.exp2((largest - tl.where(only_inf, 0.0, row_max)) * (2.0 * LOG2_E))
-            row_square_sum = tl.sum(tl.where(total > 0, squares, 0.0), axis=0)
 
         if STORE_STATE:
             tl.store(state_ptr + _MAX * state_stride, row_max)
@@ -456,8 +438,6 @@ def cross_entropy_kernel(
                 tl.store(state_ptr + _ARGMAX * state_stride, row_argmax.to(ACCUM))
             if WANT_MEAN_LOGIT:
                 tl.store(state_ptr + _LOGIT_SUM * state_stride, row_logit_sum)
-            if WANT_LOG_SUM_SQ_PROB:
-                tl.store(state_ptr + _SQUARE_SUM * state_stride, row_square_sum)
 
         if FINISH:
             log_sum = tl.log(tl.where(valid, row_sum, 1.0))
@@ -486,9 +466,6 @@ def cross_entropy_kernel(
                 tl.store(argmax_ptr + row, tl.where(valid, row_argmax, -1))
             if WANT_MEAN_LOGIT:
                 tl.store(mean_logit_ptr + row, tl.where(valid, row_logit_sum / vocab_size, 0.0))
-            if WANT_LOG_SUM_SQ_PROB:
-                log_squares = tl.log(tl.where(valid, row_square_sum, 1.0)) - 2.0 * log_sum
-                tl.store(log_sum_sq_prob_ptr + row, tl.where(valid, log_squares, 0.0))
 
     if EXPONENTIALS:
         tl.static_assert(not HAS_LABEL_SMOOTHING)

@@ -139,7 +139,6 @@ def product_kernel(
     WANT_ENTROPY: tl.constexpr,
     WANT_ARGMAX: tl.constexpr,
     WANT_MEAN_LOGIT: tl.constexpr,
-    WANT_LOG_SUM_SQ_PROB: tl.constexpr,
     OVERLAP: tl.constexpr,  # the next kernel may start on multiprocessors that this kernel leaves idle
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -265,9 +264,6 @@ def product_kernel(
                 if HAS_TAIL:
                     z = tl.where(present, z, 0.0)
                 tl.store(partial_ptr + place, tl.sum(z, axis=1), mask=exists)
-            if WANT_LOG_SUM_SQ_PROB:
-                place += plane
-                tl.store(partial_ptr + place, tl.sum(exps * exps, axis=1), mask=exists)
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "vocab_size", "ignore_index", "normalizer_stride"])
@@ -284,7 +280,6 @@ def finish_statistics_kernel(
     entropy_ptr,  # (rows,)
     argmax_ptr,  # (rows,) int64
     mean_logit_ptr,  # (rows,)
-    log_sum_sq_prob_ptr,  # (rows,)
     normalizer_stride,
     rows,
     blocks,
@@ -298,7 +293,6 @@ def finish_statistics_kernel(
     WANT_ENTROPY: tl.constexpr,
     WANT_ARGMAX: tl.constexpr,
     WANT_MEAN_LOGIT: tl.constexpr,
-    WANT_LOG_SUM_SQ_PROB: tl.constexpr,
     IS_SHARD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -333,12 +327,11 @@ def finish_statistics_kernel(
         HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_UPSTREAM=False, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB,
         WANT_GRADIENT=False, IS_SHARD=IS_SHARD,
     )  # fmt: skip
-    if WANT_ENTROPY or WANT_ARGMAX or WANT_MEAN_LOGIT or WANT_LOG_SUM_SQ_PROB:
+    if WANT_ENTROPY or WANT_ARGMAX or WANT_MEAN_LOGIT:
         zero = tl.where(row_max == float("-inf"), 0.0, row_max)[None, :]
         entropy_sum = tl.zeros((BLOCKS, ROWS), tl.float32)
         lowest = tl.full((BLOCKS, ROWS), float("inf"), tl.float32)
         logit_sum = tl.zeros((BLOCKS, ROWS), tl.float32)
-        square_sum = tl.zeros((BLOCKS, ROWS), tl.float32)
         for start in range(0, blocks, BLOCKS):
             block = start + tl.arange(0, BLOCKS)[:, None]
             mask = (block < blocks) & exists[None, :]
@@ -359,9 +352,6 @@ def finish_statistics_kernel(
             if WANT_MEAN_LOGIT:
                 place += plane
                 logit_sum += tl.load(partial_ptr + place, mask=mask, other=0.0)
-            if WANT_LOG_SUM_SQ_PROB:
-                place += plane
-                square_sum += decay * decay * tl.load(partial_ptr + place, mask=mask, other=0.0)
         if WANT_ENTROPY:
             entropy = log_sum - tl.sum(entropy_sum, axis=0) / row_sum
             tl.store(entropy_ptr + row, tl.where(valid, entropy, 0.0), mask=exists)
@@ -372,9 +362,6 @@ def finish_statistics_kernel(
         if WANT_MEAN_LOGIT:
             mean = tl.sum(logit_sum, axis=0) / vocab_size
             tl.store(mean_logit_ptr + row, tl.where(valid, mean, 0.0), mask=exists)
-        if WANT_LOG_SUM_SQ_PROB:
-            log_squares = tl.log(tl.where(valid, tl.sum(square_sum, axis=0), 1.0)) - 2.0 * log_sum
-            tl.store(log_sum_sq_prob_ptr + row, tl.where(valid, log_squares, 0.0), mask=exists)
 
 
 def has_descriptor_layout(x: Tensor) -> bool:
