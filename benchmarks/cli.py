@@ -26,12 +26,14 @@ from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
 from benchmarks.pages import fill_page
+from benchmarks.plots import figure
 from benchmarks.quick import quick
 from benchmarks.rows import ROWS
 from benchmarks.runs import Run, describe_run
 from benchmarks.small_card import SMALL_CARD
 from benchmarks.split_head import SPLIT_HEAD
 from benchmarks.tables import absences, markdown, shortfalls
+from benchmarks.targets import plan_tables, target_table
 from benchmarks.wrapped import WRAPPED
 from flce.core.devices import find_device
 from flce.core.sizes import parse_sizes
@@ -178,13 +180,11 @@ def table(
 ) -> None:
     """Print Markdown tables of result files; exit with 1 if a workspace differs from its plan."""
     loaded = [load(file) for file in files]
-    benchmark, runs = loaded[0][0], [run for _, run in loaded]
+    runs = [run for _, run in loaded]
     if targets:
-        if len({each.kind for each, _ in loaded}) > 1:
-            raise typer.BadParameter("the files are of several benchmarks: give files of one benchmark")
-        if benchmark.targets is None:
-            raise typer.BadParameter(f"--targets: {benchmark.kind!r} has no targets")
-        shown = [*([] for _ in runs[:-1]), benchmark.targets(runs, brief)]
+        if {run.kind for run in runs} != {OPERATOR.kind}:
+            raise typer.BadParameter(f"--targets: give files of {OPERATOR.kind!r}, which alone has targets")
+        shown = [*([] for _ in runs[:-1]), [target_table(runs), *plan_tables(runs)]]
     else:
         shown = [each.tables(run, brief) for each, run in loaded]
     text = "\n".join(markdown(run, tables) for run, tables in zip(runs, shown, strict=True))
@@ -211,11 +211,11 @@ def plot(
     file: Annotated[Path, typer.Argument(help="Result file.", exists=True, dir_okay=False)],
     out: Annotated[Path | None, option(help="PNG; beside the result file by default.")] = None,
 ) -> None:
-    """Draw time against workspace; for rows, bandwidth over their length."""
+    """Draw time against workspace of a run of the operator."""
     benchmark, run = load(file)
-    if benchmark.figure is None:
+    if benchmark is not OPERATOR:
         raise typer.BadParameter(f"{benchmark.kind!r} has no picture")
     path = out or file.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    benchmark.figure(run).savefig(path, dpi=110)
+    figure(run).savefig(path, dpi=110)
     typer.echo(f"wrote {path}")

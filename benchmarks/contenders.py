@@ -42,11 +42,9 @@ CONDITIONS: dict[str, cases.Condition] = {
     "ignored": lambda case, device: case.ignored > 0,
     "reduced": lambda case, device: case.call.reduction != "none",  # some peers have no losses for each token
     # Most CPUs only emulate half precision, so bare products are not a floor there.
-    "products": lambda case, device: (
-        case.time and (device.type == "cuda" or not CONDITIONS["half precision"](case, device))
-    ),
+    "products": lambda case, device: device.type == "cuda" or not CONDITIONS["half precision"](case, device),
     "training": lambda case, device: case.mode == "forward+backward" and CONDITIONS["products"](case, device),
-    "unaligned": lambda case, device: case.time and device.type == "cuda" and case.aligned() != case,
+    "unaligned": lambda case, device: device.type == "cuda" and case.aligned() != case,
 }
 
 
@@ -268,6 +266,13 @@ torch_2048 = torch_loss(**one_chunk, batch_chunk_size=2048)
 quack_untuned = quack(chunk_size=4096, use_scaled_exp=False, tuned=False)
 quack_scaled = quack(chunk_size=8192, use_scaled_exp=True)
 fla = library_loss(FLA, "fused_linear_cross_entropy_loss")  # eight chunks and float32 sums, its defaults
+
+# The newest kernels of PyTorch, Liger and QuACK; and all peers that are measured beside flce.
+RIVALS = ("torch-kernel", "torch-kernel-2048", "liger-hopper", "quack", "quack-scaled")
+PEERS = (
+    *("torch-compile", "torch-chunked", "liger", "liger-float32-8x", "trl"),
+    *("cce", "cce-unfiltered", "cce-exact", "fla", *RIVALS),
+)
 
 C = OperatorContender
 BOUNDED, SAMPLED = "ours-skipping", "ours-sampled"  # their plans are upper bounds

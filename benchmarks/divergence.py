@@ -8,7 +8,7 @@ gradients are computed in forward, with four products.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,15 +16,13 @@ from typing import Any
 from torch import Tensor
 
 import flce
-from benchmarks import contenders, logprobs, operator, targets
+from benchmarks import contenders, logprobs
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import Step, needs_package, select_contenders
 from benchmarks.contenders import OperatorContender, budget_name, floor, floor_step
 from benchmarks.logprobs import MODE, TINY, without_gradients
-from benchmarks.problem import LOGITS, OperatorCase, OperatorProblem, Shape
-from benchmarks.runs import Run
-from benchmarks.tables import Table
-from benchmarks.targets import MAIN, NARROW, TOLERANCE, Target
+from benchmarks.problem import LOGITS, OperatorCase, OperatorProblem
+from benchmarks.targets import MAIN, NARROW
 from flce.core.sizes import MIB
 
 BETAS = {"forward": 0.0, "reverse": 1.0, "jsd": 0.5}  # as TRL and Liger name the divergences
@@ -105,33 +103,6 @@ CONTENDERS = [
 ]  # fmt: skip
 
 
-def targets_of(shape: Shape, limit: float, forward: float) -> list[Target]:
-    """Return the targets over the bare products. Workspace has a tolerance, too."""
-    kl = Target("forward KL", OperatorCase(*shape, mode=MODE), limit)
-    jsd = replace(kl, call="jsd", contender="ours-jsd", reference="floor-jsd")
-    budget = budget_name(BUDGET_MIB)
-    return [
-        kl,
-        replace(kl, call="reverse KL", contender="ours-reverse"),
-        jsd,
-        replace(kl, call="no gradient", contender="ours-forward", reference="floor-forward", limit=forward),
-        replace(
-            kl, call="256 MiB", limit=None, contender=budget, workspace_mib=BUDGET_MIB, workspace_tolerance=TOLERANCE
-        ),
-        replace(kl, call="forward KL, over TRL", reference="trl", limit=1.0),
-        *[replace(jsd, call=f"jsd, over {peer}", reference=peer, limit=1.0) for peer in ("trl-jsd", "liger-jsd")],
-    ]  # fmt: skip
-
-
-TARGETS = [*targets_of(MAIN, 1.15, 1.10), *targets_of(NARROW, 1.35, 1.35)]
-
-
-def target_tables(runs: Sequence[Run], brief: bool) -> list[Table]:
-    findings = targets.check_targets(runs, TARGETS)
-    verdicts = targets.verdict_table("Targets of divergences met", findings, runs, targets.select_entries(runs))
-    return [verdicts, *targets.plan_tables(runs)]
-
-
 PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": lambda: plan_cases([TINY], rounds=2, seconds=1.0),
     "h200": lambda: plan_cases([OperatorCase(*shape, mode=MODE) for shape in (MAIN, NARROW)], rounds=9, seconds=1.5),
@@ -142,6 +113,4 @@ DIVERGENCE = replace(
     about="Time and workspace of divergences of a student from a teacher, with gradients.",
     presets=PRESETS,
     contenders=lambda case: select_contenders(CONTENDERS, case.contenders),
-    tables=operator.shape_tables,
-    targets=target_tables,
 )

@@ -21,16 +21,15 @@ import torch
 from torch import Tensor
 
 import flce
-from benchmarks import contenders, operator, targets
+from benchmarks import contenders, operator
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import Step, StepOutcome, needs_cuda, needs_package, select_contenders
 from benchmarks.contenders import BOUNDED, LossFunction, OperatorContender, budget_name, floor, floor_step
 from benchmarks.measure import Prepared, ReadyContender
-from benchmarks.problem import Mode, OperatorCase, OperatorProblem, Shape
+from benchmarks.problem import Mode, OperatorCase, OperatorProblem
 from benchmarks.real_heads import TEXTS
-from benchmarks.runs import BenchResult, Run
-from benchmarks.tables import Table
-from benchmarks.targets import MAIN, NARROW, TOLERANCE, Rule, Target
+from benchmarks.runs import BenchResult
+from benchmarks.targets import MAIN, NARROW
 from flce.core.sizes import MIB
 from flce.ops import linear_logprobs as ops
 from flce.ops.linear_operators import plan_for_problem
@@ -238,37 +237,6 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
     return meter, get_ready_and_record_plan
 
 
-def targets_of(shape: Shape, logprob: float, usual: float, everything: float, forward: float) -> list[Target]:
-    """Return the targets, with limits over four products; of forward alone over one. Workspace has a tolerance, too."""
-    case = OperatorCase(*shape, mode=MODE)
-    target = Target("logprob, entropy", case, usual, workspace_mib=512, workspace_tolerance=TOLERANCE)
-    budgets = [
-        replace(target, call=f"{mib} MiB budget", limit=None, contender=budget_name(mib), workspace_mib=mib)
-        for mib in BUDGETS_MIB
-    ]
-    return [
-        replace(target, call="logprob", limit=logprob, contender="ours-logprob"),
-        target,
-        replace(target, call="correct, candidates, temperatures too", limit=everything, contender="ours-all"),
-        replace(target, call="no gradient", limit=forward, contender="ours-forward", reference="floor-forward"),
-        replace(target, call="half of the labels ignored", limit=0.55, contender=BOUNDED, reference=f"{BOUNDED}-none"),
-        replace(target, call="30% of the tokens", limit=0.40, contender=f"{BOUNDED}-mask", reference=f"{BOUNDED}-none"),
-        *budgets,
-    ]
-
-
-TARGETS = [*targets_of(MAIN, 1.05, 1.07, 1.10, 1.06), *targets_of(NARROW, 1.09, 1.14, 1.18, 1.15)]
-SETTINGS = ("ours", *map(budget_name, BUDGETS_MIB))  # with the outputs of the peers
-RULES = [Rule(name, 1.0, least_mib=512, settings=SETTINGS) for name in ("trl", "liger", "liger-hopper", "verl")]
-
-
-def target_tables(runs: Sequence[Run], brief: bool) -> list[Table]:
-    entries, findings = targets.select_entries(runs), targets.check_targets(runs, TARGETS)
-    calls = targets.verdict_table("Targets of log-probabilities met", findings, runs, entries)
-    peers = targets.duel_table("Faster than peers", targets.duels(runs, RULES, MODE), runs, entries)
-    return [calls, peers, *targets.plan_tables(runs)]
-
-
 TINY = OperatorCase(96, 64, 500, dtype="float32", mode=MODE)
 HEAD_NAMES = ("floor", "ours", *(contender.name for contender in HEADS_IN_FLOAT32))
 FLOAT32_HEAD = replace(TINY, dtype="bfloat16", errors=True, contenders=HEAD_NAMES)
@@ -278,7 +246,7 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     # Two to three minutes of one large GPU, most of them for the compilation of kernels.
     "h200": lambda: plan_cases([OperatorCase(*shape, mode=MODE) for shape in (MAIN, NARROW)], rounds=15, seconds=1.5),
     # A head in bfloat16, in float32 and in TF32, and flce, with errors. A minute.
-    "float32-head": lambda: plan_cases([replace(FLOAT32_HEAD, tokens=MAIN[0], hidden=MAIN[1], vocab=MAIN[2])], 9, 1.0),
+    "float32-head": lambda: plan_cases([FLOAT32_HEAD.on(MAIN)], 9, 1.0),
     # Logits of a real head. A minute.
     "sampled": lambda: plan_cases([replace(SAMPLED, head=f"gemma3 {text}") for text in TEXTS], rounds=9, seconds=1.0),
 }
@@ -290,8 +258,6 @@ LOGPROBS = replace(
     presets=PRESETS,
     contenders=contenders_of,
     prepare=prepare,
-    tables=operator.shape_tables,
-    targets=target_tables,
     choices={"mode": (MODE,)},
     defaults=({"mode": MODE},),
 )

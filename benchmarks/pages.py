@@ -23,11 +23,12 @@ from benchmarks.divergence import DIVERGENCE
 from benchmarks.gains import cards, others
 from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL, tokens_per_second
-from benchmarks.operator import OPERATOR, error_columns, format_times, products_ms
+from benchmarks.operator import CURVE_SHAPES, OPERATOR, error_columns, format_times, products_ms
+from benchmarks.problem import OperatorCase
 from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.small_card import SMALL_CARD
 from benchmarks.tables import NONE, Table, format_or_dash
-from benchmarks.targets import CURVE_SHAPES, PEERS_LABEL, target_tables
+from benchmarks.targets import target_table
 from flce.core.sizes import GIB
 from flce.tools.machine import PEERS
 
@@ -102,61 +103,39 @@ def model_cells(entry: Entry, result: BenchResult) -> tuple[str, str]:
 
 def rivals(run: Run) -> Table:
     """Return the table of multiples of the bare products and, in brackets, MiB: a row for each size."""
-    entries = [entry for entry in run.cases if entry.case.label == PEERS_LABEL]
-    names = {name: title for name, title in shown(entries).items() if contender_of_budget(name) is None}
+    names = {name: title for name, title in shown(run.cases).items() if contender_of_budget(name) is None}
     names = {name: title for name, title in names.items() if not name.startswith("floor")}
 
     def cell(entry: Entry, result: BenchResult) -> str:
         time = tables.ratio(result.median_ms, products_ms(entry))
         return time if time == NONE else f"{time} ({tables.mebibytes(result.workspace_bytes)})"
 
-    rows = [[shape_of(entry), *(cell(entry, entry.by_name(name)) for name in names)] for entry in entries]
+    rows = [[shape_of(entry), *(cell(entry, entry.by_name(name)) for name in names)] for entry in run.cases]
     return Table("", [tables.SHAPE, *names.values()], rows)
 
 
 HEAD_TITLES = {"gemma3": "Gemma 3 270M", "smollm2": "SmolLM2 135M", "trained": "trained", "zipf": "Zipf and noise"}
-HEAD_METHODS = {
-    "ours": "flce", "ours-sampled": "flce, sampled", "stock": "stock",
-    "torch-compile": "`torch.compile`",
-    "liger-float32-8x": "Liger, float32 sums", "trl": "TRL", "cce": "CCE",
-}  # fmt: skip
-
-
+HEAD_METHODS = {"ours": "flce", "ours-sampled": "flce, sampled", "stock": "stock"}
 TOKENS_OF_HEADS = 8192
 
 
-def real_heads(run: Run, show: Callable[[Entry, BenchResult], str]) -> Table:
-    """Return a row for each head, text and size, with a column for each method that was measured."""
-    entries = [entry for entry in run.cases if entry.case.head]
-    names = [name for name in HEAD_METHODS if any(entry.by_name(name).samples_ms for entry in entries)]
-    rows = [[head_title(entry), *(show(entry, entry.by_name(name)) for name in names)] for entry in entries]
-    return Table("", ["head, text, H x V", *map(HEAD_METHODS.__getitem__, names)], rows)
+def sampled_heads(run: Run) -> Table:
+    """Return a row for each head, text and size: multiples of the bare products (errors of dX / of dW)."""
+
+    def cell(entry: Entry, result: BenchResult) -> str:
+        time, errors = tables.ratio(result.median_ms, products_ms(entry)), result.errors or {}
+        both = " / ".join(tables.relative(errors.get(name)) for name in ("input_grad", "weight_grad"))
+        return f"{time} ({both})" if errors else time
+
+    rows = [[head_title(entry.case), *(cell(entry, entry.by_name(n)) for n in HEAD_METHODS)] for entry in run.cases]
+    return Table("", ["head, text, H x V", *HEAD_METHODS.values()], rows)
 
 
-def head_title(entry: Entry) -> str:
-    (model, text), case = entry.case.head.split(), entry.case
+def head_title(case: OperatorCase) -> str:
+    model, text = case.head.split()
     more = f", {case.tokens} tokens" * (case.tokens != TOKENS_OF_HEADS) + ", frozen" * (case.mode == "frozen-head")
     more += ", without own products" * (not case.own_products)
     return f"{HEAD_TITLES[model]}, {text.replace('english', 'English')}, {' x '.join(map(str, case.shape[1:]))}{more}"
-
-
-def gradient_errors(_: Entry, result: BenchResult) -> str:
-    errors = (result.errors or {}).get
-    return " / ".join(tables.relative(errors(name)) for name in ("input_grad", "weight_grad"))
-
-
-def time_and_errors(entry: Entry, result: BenchResult) -> str:
-    time = tables.ratio(result.median_ms, products_ms(entry))
-    return f"{time} ({gradient_errors(entry, result)})" if result.errors else time
-
-
-def distributions(run: Run) -> Table:
-    """Return a row for each head and text, in its smallest size."""
-    rows = {entry.case.head: entry for entry in reversed(run.cases) if entry.case.head}
-    found = {head_title(entry): entry.by_name("floor").distribution or {} for entry in reversed(rows.values())}
-    names = list(dict.fromkeys(name for means in found.values() for name in means))
-    cells = [[title, *(f"{means[name]:.3g}" for name in names)] for title, means in found.items()]
-    return Table("", ["head, text, H x V", *names], cells)
 
 
 def calls(run: Run) -> Table:
@@ -280,15 +259,10 @@ def from_run(benchmark: Benchmark, write: Callable[[Run], str | Table]) -> Calla
 KINDS: dict[str, Callable[..., str]] = {
     "heads": from_run(OPERATOR, heads),
     "rivals": from_run(OPERATOR, rivals),
-    "real-heads": from_run(
-        OPERATOR, lambda run: real_heads(run, lambda e, r: tables.ratio(r.median_ms, products_ms(e)))
-    ),
-    "real-head-errors": from_run(OPERATOR, lambda run: real_heads(run, gradient_errors)),
-    "sampled-heads": from_run(OPERATOR, lambda run: real_heads(run, time_and_errors)),
-    "distributions": from_run(OPERATOR, distributions),
+    "sampled-heads": from_run(OPERATOR, sampled_heads),
     "errors": from_run(OPERATOR, errors),
     "calls": from_run(OPERATOR, calls),
-    "targets": from_run(OPERATOR, lambda run: target_tables([run])[0]),
+    "targets": from_run(OPERATOR, lambda run: target_table([run])),
     "heads-measured": from_run(OPERATOR, measured),
     "models": from_run(MODEL, models),
     "models-measured": from_run(MODEL, measured),

@@ -67,22 +67,12 @@ class OperatorCase(BenchCase):
     logits_std: float = LOGITS_STD  # standard deviation of the logits
     upstream: float = 1.0  # gradient that arrives at the loss, as with a GradScaler
     budget_mib: int = 256  # workspace budget of the contender "ours-vocab"
-    time: bool = True
     errors: bool = False  # the distance from a float64 oracle
     contenders: tuple[str, ...] | None = None  # only these; None: all that are listed
     calls: bool = False  # the call is also timed from an idle device
     feature: str = ""  # one of `FEATURES`
     head: str = ""  # one of `real_heads.HEADS` instead of random numbers
     own_products: bool = True  # flce uses its fused products if the device has them
-    label: str = ""  # distinguishes cases of the same problem with other contenders
-
-    @property
-    def is_measured(self) -> bool:
-        return self.time or self.errors
-
-    @property
-    def is_timed(self) -> bool:
-        return self.time
 
     @property
     def problem(self) -> OperatorCase:
@@ -109,9 +99,14 @@ class OperatorCase(BenchCase):
         parts += ["" if self.own_products else "own products off", "as called" if self.calls else ""]
         return ", ".join(filter(None, parts))
 
+    def on(self, shape: Shape, **fields: Any) -> OperatorCase:
+        """Return the case of another shape, with these fields changed."""
+        tokens, hidden, vocab = shape
+        return replace(self, tokens=tokens, hidden=hidden, vocab=vocab, **fields)
+
     def aligned(self) -> OperatorCase:
         """Return the case of the next larger shape whose tokens and vocabulary are multiples of 64."""
-        return replace(self, tokens=-(-self.tokens // 64) * 64, vocab=-(-self.vocab // 64) * 64)
+        return self.on((-(-self.tokens // 64) * 64, self.hidden, -(-self.vocab // 64) * 64))
 
 
 class OperatorProblem:

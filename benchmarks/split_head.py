@@ -33,6 +33,7 @@ from benchmarks.cases import BenchCase, Contender, StepOutcome, needs_package
 from benchmarks.measure import BenchMeter, Prepared, ReadyContender, do_nothing
 from benchmarks.real_heads import TEXTS, real_head
 from benchmarks.runs import BenchResult
+from benchmarks.tables import SHAPE, overview
 from flce.core import shard
 from flce.core.shard import shard_bounds
 from flce.tools.machine import DTYPES
@@ -296,9 +297,7 @@ SPLIT_HEAD = replace(
     presets=PRESETS,
     contenders=lambda case: CONTENDERS,
     prepare=prepare,
-    tables=operator.shape_tables,
-    figure=None,
-    targets=None,
+    tables=overview("Median ms, workspace MiB", SHAPE, operator.figures, operator.table),
     choices={},
     defaults=({"alone": True},),
 )

@@ -1,14 +1,12 @@
 #!/usr/bin/env bash
 # Tests and benchmarks that need a GPU, in calls of less than nine minutes.
 #
-#   scripts/gpu_session.sh             gpu-tests operator rows logits model-short; results in ./results, or in $OUT
+#   scripts/gpu_session.sh             gpu-tests operator rows model-short; results in ./results, or in $OUT
 #   scripts/gpu_session.sh PART...     only these parts:
 #     gpu-tests    the tests that need a GPU; a minute or two
 #     tests        all tests, on the GPU; seven minutes
 #     older        the tests of kernels with the code and the launches of an A100 and of an RTX 4090, on a newer GPU
-#     operator     targets of the operator, its exactness, and the peers; about five minutes
-#     targets      only the targets; fails if a workspace differs from its plan
-#     peers        only the exactness and the peers
+#     operator     targets of the operator; fails if a workspace differs from its plan; four minutes
 #     rivals       the newest kernels of PyTorch, Liger and QuACK, and flce in their workspace; three minutes
 #     calls        small calls and a large one: from an idle GPU, in a CUDA graph, and of the host; two minutes
 #     exact        logits that are never rounded, rounded logits, torch.compile; without fused products; three minutes
@@ -17,8 +15,6 @@
 #                  settings, the picture of memory over a step; eight minutes, in a separate call
 #     model-pages  of the part pages only the training steps; three minutes and a half
 #     model-short  training steps of a whole model, 4 x 8192 tokens
-#     model        training steps of whole models; in a separate call
-#     logits       losses of rows as long as vocabularies; half a minute
 #     rows         losses and softmaxes of rows in memory, over their length; about four minutes
 #     logprobs     linear_logprobs, bare products, and kernels of TRL, Liger and verl; two minutes and a half
 #     divergence   linear_divergence, bare products, and kernels of TRL and Liger; two minutes
@@ -44,7 +40,7 @@
 #   PYTHON    the Python to use (python3), with torch, triton, pytest, typer and matplotlib; for models also transformers
 #   WORKERS   processes of the tests (as many as cores and as 9 GiB of the GPU's memory, 16 at most)
 #   PRESET    preset of the benchmarks: h200, or "tiny", which also runs without a GPU
-#   ARGS      more arguments for the benchmark of models, such as "--set budgets_mib=512 --set optimizer=sgd"
+#   ARGS      more arguments for model-short, such as "--set budgets_mib=512 --set optimizer=sgd"
 #   WHEELS    folder with wheels of peers (.whl), installed for this run only
 #   SECONDS_ALL       limit of all parts together (525)
 #   SANITIZE_SECONDS  limit of the tests under compute-sanitizer (500)
@@ -56,7 +52,7 @@ out=${OUT:-results}
 python=${PYTHON:-python3}
 preset=${PRESET:-h200}
 wheels=${WHEELS:-.whl}
-parts=${*:-gpu-tests operator rows logits model-short}
+parts=${*:-gpu-tests operator rows model-short}
 all=${SECONDS_ALL:-525}
 
 mkdir -p "$out" || exit
@@ -115,7 +111,7 @@ report() {
     reports+=($!)
     "$python" -m benchmarks table "$result" "$2" >"$logs/$command.summary" &
     reports+=($!)
-    [[ "$command" =~ ^(curve|operator|rows)$ ]] || return
+    [ "$command" = curve ] || return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
     reports+=($!)
 }
@@ -269,9 +265,7 @@ for name in $parts; do
             part older "$(within 520)" "$python" -m pytest -q -rP --tb=short -p no:cacheprovider tests/backends/test_older.py
             ;;
         sanitize) sanitize "$(within "${SANITIZE_SECONDS:-500}")" ;;
-        operator) benchmark operator operator h200 260 ;;
-        targets) benchmark operator operator targets 240 ;;
-        peers) benchmark operator operator peers 500 ;;
+        operator) benchmark operator operator targets 240 ;;
         calls) benchmark calls operator h200-small 145 ;;
         rivals) benchmark rivals operator h200-rivals 240 ;;
         curve) benchmark curve operator h200-curve 240 ;;
@@ -285,9 +279,6 @@ for name in $parts; do
         model-pages) benchmark model model h200-pages 225 ;;
         # shellcheck disable=SC2086  # several arguments
         model-short) benchmark model model h200-short 100 ${ARGS:-} ;;
-        # shellcheck disable=SC2086
-        model) benchmark model model h200 500 ${ARGS:-} ;;
-        logits) benchmark logits rows h200-logits 80 ;;
         distributed)
             OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
                 "$python" -m pytest -q --tb=short --maxfail=12 --durations=8 -p no:cacheprovider tests/distributed
@@ -332,11 +323,11 @@ for name in $parts; do
 done
 
 measured=()
-for name in model real-models grpo sampled-grpo logits rows logprobs divergence float32-head sampled sampled-logprobs calls rivals exact curve operator; do
+for name in model real-models grpo sampled-grpo rows logprobs divergence float32-head sampled sampled-logprobs calls rivals exact curve operator; do
     [ -f "$out/$name.json" ] || continue
     measured+=("$logs/$name.summary")
     case $name in
-        logprobs | divergence | rivals | exact | operator) report "$name" --targets ;;
+        operator) report "$name" --targets ;;
         *) report "$name" --brief ;;
     esac
 done
