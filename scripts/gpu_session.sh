@@ -304,10 +304,7 @@ for name in $parts; do
             benchmark sampled operator sampled 300
             ;;
         float32-head) benchmark float32-head logprobs float32-head 120 ;;
-        sampled-logprobs)
-            benchmark sampled-logprobs logprobs sampled 120
-            part sampled-errors "$(within 60)" "$python" scripts/sampled_errors.py --out "$out/sampled-errors.txt"
-            ;;
+        sampled-logprobs) benchmark sampled-logprobs logprobs sampled 150 ;;
         sampled-training)
             part gemma3 "$(within 150)" "$python" scripts/fine_tune_alike.py gemma3 --out "$out/gemma3.json"
             part smollm2-lora "$(within 100)" \
