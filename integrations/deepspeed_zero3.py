@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import accelerate_fsdp2
-from demo import Curve, compare_runs, curve_trainer, examples, has_gpu, need_packages, record_curve, trainer_settings
+from demo import Curve, compare_runs, examples, has_gpu, need_packages, record_curve, trainer_settings
 from flce.testing import tiny_model
 from processes import average_over_processes, run_in_two_processes
 
@@ -81,7 +81,7 @@ def train_with_trainer(patched: bool, steps: int, zero: dict[str, Any]) -> Curve
 
     def create_trainer(patched: bool, folder: str) -> Any:
         config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}
-        return curve_trainer(Trainer)(
+        return Trainer(
             model=tiny_model(),
             args=TrainingArguments(
                 **trainer_settings(folder, steps), deepspeed={**config, "zero_allow_untested_optimizer": True}

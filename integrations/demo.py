@@ -172,25 +172,6 @@ class Curve:
         self.fused.append(is_fused(loss))
 
 
-@functools.cache
-def curve_trainer(trainer: Any) -> Any:
-    """Return a subclass of a `Trainer` that records each loss in `curve`. The log of a trainer has only averages."""
-    import torch
-
-    class CurveTrainer(trainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.curve = Curve()
-            super().__init__(*args, **kwargs)
-
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            result = super().compute_loss(*args, **kwargs)
-            if torch.is_grad_enabled():  # not in evaluation
-                self.curve.add(result[0] if isinstance(result, tuple) else result)
-            return result
-
-    return CurveTrainer
-
-
 @contextlib.contextmanager
 def trl_installed(patched: bool) -> Iterator[None]:
     """Install flce in TRL's trainers inside the context, if `patched`."""
@@ -205,8 +186,8 @@ def trl_installed(patched: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def record_accelerate_losses() -> Iterator[Curve]:
-    """Record the loss of each backward pass of Accelerate, for libraries that create their `Trainer` themselves."""
+def record_losses() -> Iterator[Curve]:
+    """Record the loss of each backward pass of Accelerate, and so of a `Trainer`, whose log has only averages."""
     from accelerate import Accelerator
 
     curve, stock = Curve(), Accelerator.backward
@@ -227,11 +208,10 @@ def save_model(folder: Path, architecture: str = "Qwen3", **sizes: Any) -> Path:
 
 
 def record_curve(create_trainer: Callable[..., Any], patched: bool, **arguments: Any) -> Curve:
-    """Create a trainer of `curve_trainer` in a temporary folder, train, and return the losses."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = create_trainer(patched, folder, **arguments)
-        trainer.train()
-        return trainer.curve
+    """Create a trainer in a temporary folder, train, and return the losses."""
+    with tempfile.TemporaryDirectory() as folder, record_losses() as curve:
+        create_trainer(patched, folder, **arguments).train()
+    return curve
 
 
 def trainer_settings(folder: str, steps: int) -> dict[str, Any]:
