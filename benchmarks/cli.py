@@ -33,7 +33,6 @@ from benchmarks.runs import Run, describe_run
 from benchmarks.small_card import SMALL_CARD
 from benchmarks.split_head import SPLIT_HEAD
 from benchmarks.tables import absences, markdown, shortfalls
-from benchmarks.targets import plan_tables, target_table
 from benchmarks.wrapped import WRAPPED
 from flce.core.devices import find_device
 from flce.core.sizes import parse_sizes
@@ -175,25 +174,18 @@ def load(path: Path) -> tuple[Benchmark, Run]:
 def table(
     files: Annotated[list[Path], typer.Argument(help="Result files.", exists=True, dir_okay=False)],
     brief: Annotated[bool, option("--brief", help="One row for each timed case.")] = False,
-    targets: Annotated[bool, option("--targets", help="Only the targets; the median of several files.")] = False,
     out: Annotated[Path | None, option(help="Write to this file instead of printing.")] = None,
 ) -> None:
     """Print Markdown tables of result files; exit with 1 if a workspace differs from its plan."""
     loaded = [load(file) for file in files]
-    runs = [run for _, run in loaded]
-    if targets:
-        if {run.kind for run in runs} != {OPERATOR.kind}:
-            raise typer.BadParameter(f"--targets: give files of {OPERATOR.kind!r}, which alone has targets")
-        shown = [*([] for _ in runs[:-1]), [target_table(runs), *plan_tables(runs)]]
-    else:
-        shown = [each.tables(run, brief) for each, run in loaded]
-    text = "\n".join(markdown(run, tables) for run, tables in zip(runs, shown, strict=True))
+    shown = [(run, benchmark.tables(run, brief)) for benchmark, run in loaded]
+    text = "\n".join(markdown(run, tables) for run, tables in shown)
     if out is None:
         typer.echo(text)
     else:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text)
-    if any(table.failure for tables in shown for table in tables):
+    if any(table.failure for _, tables in shown for table in tables):
         raise typer.Exit(1)
 
 

@@ -146,26 +146,14 @@ def ours_full(problem: OperatorProblem) -> Step:
     return step_on_changed_problem(problem, our_loss(**problem.more), target=problem.full_target)
 
 
-BUDGET = re.compile(r"ours(?P<bf16>-bf16)?-(?P<mib>[1-9]\d*)MiB")
-
-
 def contender_of_budget(name: str) -> OperatorContender | None:
-    """Return the contender of a name such as ours-256MiB, or ours-bf16-64MiB for bfloat16 sums."""
-    match = BUDGET.fullmatch(name)
-    if match is None:
-        return None
-    title, budget = f"flce, {match['mib']} MiB budget", int(match["mib"]) * MIB
-    if match["bf16"] is None:
-        return ours(name, title, max_workspace_bytes=budget)
-    return ours(name, f"{title}, bfloat16 sums", "bfloat16", max_workspace_bytes=budget, accum_dtype=torch.bfloat16)
+    """Return the contender of a name such as ours-256MiB."""
+    match = re.fullmatch(r"ours-([1-9]\d*)MiB", name)
+    return match and ours(name, f"flce, {match[1]} MiB budget", max_workspace_bytes=int(match[1]) * MIB)
 
 
-def budget_name(mib: int, kind: str = "") -> str:
-    return f"ours{kind and '-' + kind}-{mib}MiB"
-
-
-def sums_in_bfloat16(contender: str) -> bool:
-    return contender.startswith("ours-bf16-")
+def budget_name(mib: int) -> str:
+    return f"ours-{mib}MiB"
 
 
 def stock_loss(
@@ -276,6 +264,7 @@ PEERS = (
 
 C = OperatorContender
 BOUNDED, SAMPLED = "ours-skipping", "ours-sampled"  # their plans are upper bounds
+bfloat16_sums: dict[str, Any] = {"max_workspace_bytes": 64 * MIB, "accum_dtype": torch.bfloat16}
 vocab: dict[str, Any] = {"strategy": "vocab", "max_workspace_bytes": lambda case: case.budget_mib * MIB}
 
 CONTENDERS = [
@@ -322,6 +311,7 @@ def cce_flat(problem: OperatorProblem) -> Step:
 NAMED = [
     C("cce-flat", "CCE, logits of std 1", "peer", cce_flat, unavailable=needs_cce),
     C("floor-training", "bare products of training", "floor", weight_grad_twice),
+    ours("ours-bf16-64MiB", "flce, 64 MiB budget, bfloat16 sums", "bfloat16", **bfloat16_sums),
     ours(SAMPLED, "flce, gradients sampled below 2^-12", sample_below=2.0**-12),
 ]
 

@@ -373,18 +373,15 @@ def rate(result: BenchResult, case: ModelCase) -> str:
 
 
 def table(entry: Entry) -> Table:
-    stock, other, trl = (entry.by_name(name) for name in ("stock", "liger-loss", "trl"))
+    stock, other = (entry.by_name(name) for name in ("stock", "liger-loss"))
     columns: Columns = {
         "": lambda r: r.title,
         "tokens/s": lambda r: rate(r, entry.case),
         "median ms": lambda r: milliseconds(r.median_ms),
         "x stock": lambda r: ratio(stock.median_ms, r.median_ms),
         "x Liger": lambda r: ratio(other.median_ms, r.median_ms),
-        "x TRL": lambda r: ratio(trl.median_ms, r.median_ms),
         "peak GiB": lambda r: gibibytes(r.peak_bytes),
         "step GiB": lambda r: gibibytes(r.workspace_bytes if r.peak_bytes is None else None),
-        "GiB x stock": lambda r: ratio(r.peak_bytes, stock.peak_bytes if stock.samples_ms else None),
-        "GiB x Liger": lambda r: ratio(r.peak_bytes, other.peak_bytes if other.samples_ms else None),
         "reserved GiB": lambda r: gibibytes(r.reserved_bytes),
         "steps": lambda r: str(len(r.samples_ms)),
         "losses fused": lambda r: NONE if r.fused is None else f"{r.fused} of {r.forwards}",

@@ -27,7 +27,7 @@ from benchmarks.problem import (
 from benchmarks.real_heads import TEXTS, distribution
 from benchmarks.runs import NO_RESULT, BenchResult, Entry, Run
 from benchmarks.tables import Columns, Table
-from benchmarks.targets import HEADS, MAIN, NARROW, plan_tables, target_cases
+from benchmarks.targets import HEADS, MAIN, NARROW, plan_tables, target_cases, target_table
 from flce.ops import linear_operators
 from flce.planning import device_kinds
 
@@ -111,7 +111,7 @@ def tiny() -> Plan:
     all_modes = [OperatorCase(*TINY, dtype="float32", mode=mode, budget_mib=1, errors=True) for mode in CALLS]
     names = ("ours-full", "ours-keeping", "ours-skipping")
     skipping = OperatorCase(*TINY, ignored=0.5, contenders=names, errors=True)
-    in_budgets = OperatorCase(*TINY, contenders=("floor", "ours", budget_name(1), budget_name(1, "bf16"), *PEERS))
+    in_budgets = OperatorCase(*TINY, contenders=("floor", "ours", budget_name(1), *PEERS))
     featured = replace(all_modes[0], own_products=False, contenders=("floor", "ours", "stock"))
     features = [replace(featured, feature=feature) for feature in FEATURES]
     return plan_cases([*all_modes, skipping, *features, in_budgets, call_case(TINY)], 3, 1.0)
@@ -233,7 +233,8 @@ def figures(_: Entry, result: BenchResult) -> str:
 
 
 def run_tables(run: Run, brief: bool) -> list[Table]:
-    found = plan_tables([run])
+    targets = target_table(run)
+    found = [*([targets] if targets.rows else []), *plan_tables(run)]
     called, others = ([entry for entry in run.cases if entry.case.calls is calls] for calls in (True, False))
     title = "As called and alone, of the bare products alone; host ms"
     found += [tables.summary(title, tables.SHAPE, called, format_times)] if called else []

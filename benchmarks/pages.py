@@ -262,7 +262,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "sampled-heads": from_run(OPERATOR, sampled_heads),
     "errors": from_run(OPERATOR, errors),
     "calls": from_run(OPERATOR, calls),
-    "targets": from_run(OPERATOR, lambda run: target_table([run])),
+    "targets": from_run(OPERATOR, target_table),
     "heads-measured": from_run(OPERATOR, measured),
     "models": from_run(MODEL, models),
     "models-measured": from_run(MODEL, measured),

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib import ticker
 from matplotlib.figure import Figure
 
-from benchmarks.contenders import contender_of_budget, sums_in_bfloat16
+from benchmarks.contenders import contender_of_budget
 from benchmarks.operator import FLOORS, OURS, products_ms
 from benchmarks.runs import BenchResult, Entry, Run
 from flce.core.sizes import MIB
@@ -35,7 +35,8 @@ def figure(run: Run) -> Figure:
     drawn = Figure(figsize=(7.8, 3.4 * len(entries) + 0.8), layout="constrained")
     drawn.suptitle(f"Time and memory of a loss on one {run.head['device']['name']}: lower left is better")
     timed = [result for entry in entries for result in entry.results if result.samples_ms]
-    names = list(dict.fromkeys(short_title(result) for result in timed if not is_in_curve(result.contender)))
+    others = [result for result in timed if contender_of_budget(result.contender) is None]
+    names = list(dict.fromkeys(map(short_title, others)))
     legend: dict[Any, Any] = {}
     for axes, entry in zip(drawn.subplots(len(entries), squeeze=False).flat, entries, strict=True):
         draw_panel(axes, entry, (products_ms(entry) or 1.0) if multiples else 1.0, names)
@@ -61,15 +62,10 @@ def short_title(result: BenchResult) -> str:
     return title
 
 
-def is_in_curve(contender: str) -> bool:
-    """Return True for flce in a budget with the numerics of the default."""
-    return contender_of_budget(contender) is not None and not sums_in_bfloat16(contender)
-
-
 def draw_panel(axes: Any, entry: Entry, unit_ms: float, names: Sequence[str]) -> None:
     """Draw one case. The colour and the marker of a name of `names` are the same in all panels."""
     place = {r.contender: (max(r.workspace_bytes / MIB, LEAST_MIB), r.median_ms / unit_ms) for r in points(entry)}
-    curve = sorted(spot for name, spot in place.items() if name == OURS or is_in_curve(name))
+    curve = sorted(spot for name, spot in place.items() if name == OURS or contender_of_budget(name) is not None)
     if len(curve) > 1:
         axes.plot(*zip(*curve, strict=True), "o-", color=COLOURS["ours"], label="flce, in budgets")
     for result in entry.results:

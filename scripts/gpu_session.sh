@@ -101,14 +101,14 @@ benchmark() {
         --deadline $((limit - ${LATE:-20})) --out "$out/$result.json" "$@"
 }
 
-# report NAME OPTION: writes tables and picture of a result, and with the option its summary. In the background, because
-# most of the time is the start of libraries.
+# report NAME: writes tables, summary and picture of a result. In the background, because most of the time is the start of
+# libraries.
 reports=()
 report() {
     local command=$1 result=$out/$1.json
     "$python" -m benchmarks table "$result" --out "$out/$command.md" &
     reports+=($!)
-    "$python" -m benchmarks table "$result" "$2" >"$logs/$command.summary" &
+    "$python" -m benchmarks table "$result" --brief >"$logs/$command.summary" &
     reports+=($!)
     [ "$command" = curve ] || return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
@@ -320,10 +320,7 @@ measured=()
 for name in model real-models grpo sampled-grpo rows logprobs divergence float32-head sampled sampled-logprobs calls rivals exact curve operator; do
     [ -f "$out/$name.json" ] || continue
     measured+=("$logs/$name.summary")
-    case $name in
-        operator) report "$name" --targets ;;
-        *) report "$name" --brief ;;
-    esac
+    report "$name"
 done
 for process in "${reports[@]}"; do wait "$process" || failed=1; done
 

@@ -111,7 +111,7 @@ def test_a_model_split_over_devices(tmp_path, head):
         with demo.record_losses() as curve:
             trainer.train()
         curves.append(curve)
-    assert_agree(*curves)
+    assert_agree(curves[0], curves[1])
 
 
 @pytest.mark.usefixtures("fail_on_materialize", "one_gpu")
