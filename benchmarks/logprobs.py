@@ -24,7 +24,7 @@ import flce
 from benchmarks import contenders, operator
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import Step, StepOutcome, needs_cuda, needs_package, select_contenders
-from benchmarks.contenders import BOUNDED, LossFunction, OperatorContender, budget_name, floor, floor_step
+from benchmarks.contenders import BOUNDED, OperatorContender, budget_name, floor, floor_step
 from benchmarks.measure import Prepared, ReadyContender
 from benchmarks.problem import Mode, OperatorCase, OperatorProblem
 from benchmarks.real_heads import TEXTS
@@ -49,6 +49,11 @@ unchanged: Changes = lambda problem: {}  # noqa: E731
 
 def without_gradients(problem: OperatorProblem) -> dict[str, Any]:
     return {"case": replace(problem.case, mode="forward")}
+
+
+def summed(problem: OperatorProblem) -> dict[str, Any]:
+    """Return the case of losses that are one number, whose gradients are computed in forward."""
+    return {"case": replace(problem.case, mode="forward+backward")}
 
 
 def half_ignored(problem: OperatorProblem) -> dict[str, Any]:
@@ -79,24 +84,29 @@ def our_number(x: Tensor, w: Tensor, y: Tensor, reduction: str, **arguments: Any
     return number if out.candidate_logprob is None else number + out.candidate_logprob.mean(1)
 
 
-def ours(
+def contender(
     name: str,
     title: str,
-    *outputs: str,
-    changed: Changes = lambda problem: {},
-    arguments: Changes = lambda problem: {},
-    **options: Any,
+    family: str,
+    number: Callable[..., Tensor],
+    changed: Changes = unchanged,
+    arguments: Changes = unchanged,
+    **more: Any,
 ) -> OperatorContender:
+    """Return the contender that computes `number` with these arguments, on the problem with these changes."""
+
     def prepare(problem: OperatorProblem) -> Step:
-        number = partial(our_number, outputs=outputs or ("logprob", "entropy"), options=flce.ChunkOptions(**options))
-        return contenders.step_on_changed_problem(problem, partial(number, **arguments(problem)), **changed(problem))
+        call = partial(number, **arguments(problem))
+        return contenders.step_on_changed_problem(problem, call, **changed(problem))
 
-    return OperatorContender(name, title, "ours", prepare)
+    return OperatorContender(name, title, family, prepare, **more)
 
 
-def peer(name: str, title: str, unavailable: Any, number: LossFunction) -> OperatorContender:
-    step = partial(contenders.step_on_changed_problem, loss=number)
-    return OperatorContender(name, title, "peer", step, unavailable=unavailable)
+def ours(
+    name: str, title: str, *outputs: str, changed: Changes = unchanged, arguments: Changes = unchanged, **options: Any
+) -> OperatorContender:
+    number = partial(our_number, outputs=outputs or ("logprob", "entropy"), options=flce.ChunkOptions(**options))
+    return contender(name, title, "ours", number, changed, arguments)
 
 
 def trl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -133,7 +143,7 @@ def liger_step(problem: OperatorProblem, **options: Any) -> Step:
         result: Tensor = loss_of_batch(states, w, labels, mask, advantages, old_per_token_logps=old)[0]
         return result
 
-    return contenders.step_on_changed_problem(problem, loss, case=replace(problem.case, mode="forward+backward"))
+    return contenders.step_on_changed_problem(problem, loss, **summed(problem))
 
 
 def verl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -196,10 +206,12 @@ CONTENDERS = [
     ours(f"{BOUNDED}-mask", "flce, mask of 30% of the tokens", arguments=of_responses, skip_ignored=True),
     ours(f"{BOUNDED}-none", "flce, none ignored, skip_ignored=True", skip_ignored=True),
     *[ours(budget_name(mib), f"flce, {mib} MiB budget", max_workspace_bytes=mib * MIB) for mib in BUDGETS_MIB],
-    peer("trl", "TRL's kernel", contenders.needs_trl, trl_number),
+    contender("trl", "TRL's kernel", "peer", trl_number, unavailable=contenders.needs_trl),
     OperatorContender("liger", "Liger's GRPO loss", "peer", liger_step, unavailable=needs_liger),
-    peer("liger-hopper", "Liger's Hopper kernel", contenders.needs_liger_hopper, liger_hopper_number),
-    peer("verl", "verl's kernel", needs_verl, verl_number),
+    contender(
+        "liger-hopper", "Liger's Hopper kernel", "peer", liger_hopper_number, unavailable=contenders.needs_liger_hopper
+    ),
+    contender("verl", "verl's kernel", "peer", verl_number, unavailable=needs_verl),
 ]
 in_float32 = partial(linear_step, precision="highest", dtype=torch.float32)
 in_tf32 = partial(linear_step, precision="high", dtype=torch.float32)
