@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import flce
 from benchmarks.benchmark import Plan, plan_cases
-from benchmarks.cases import needs_package
+from benchmarks.cases import check_processes, count_processes, needs_package
 from benchmarks.measure import BenchMeter, Prepared, ReadyContender, Sample, do_nothing, release
 from benchmarks.models import (
     ARCHITECTURES,
@@ -147,7 +147,7 @@ class WrappedCase(ModelCase):
 
 
 def divided(case: ModelCase, name: str) -> WrappedCase:
-    way, world = WAYS[name], dist.get_world_size() if dist.is_initialized() else 1
+    way, world = WAYS[name], count_processes()
     processes = f" for every {way.together or world} of {world} processes, {way.title}"
     dtype = way.dtype if torch.cuda.is_available() else "float32"
     values = {**vars(case), "dtype": dtype, "processes": processes, "optimizer": "adamw"}
@@ -165,8 +165,7 @@ def record(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
 
 
 def contenders(case: WrappedCase) -> list[ModelContender]:
-    if not dist.is_initialized():
-        raise ValueError("several processes take part: start them by python -m torch.distributed.run -m benchmarks")
+    check_processes()
     way, found = WAYS[case.way], contenders_of(case)
     return [replace(c, unavailable=way.missing) for c in found] if way.missing(torch.device("cpu")) else found
 

@@ -30,9 +30,9 @@
 #     sanitize     the tests of kernels under compute-sanitizer, memcheck and racecheck, after memcheck has found a planted
 #                  write; in a separate call
 #     distributed  any number of GPUs: the tests of several processes, split-head, wrapped; eight minutes
-#     split-head   a head that is divided over GPUs, alone and with links
+#     split-head   a head that is divided over GPUs
 #     wrapped      a model that is divided by FSDP2, TP, both, HSDP and ZeRO-3: stock, patched and with Liger's loss
-#     several      split-head with links, wrapped, the recipes for FSDP2 and ZeRO-3; six minutes
+#     several      split-head, wrapped, the recipes for FSDP2 and ZeRO-3; six minutes
 #     small-card   the longest sequences that train on a simulated card of 24 GB; five minutes, in a separate call
 #
 # If a part fails, the next part still runs; the exit status is then 1. If time is short, the last parts are left out. In the environment:
@@ -281,11 +281,10 @@ for name in $parts; do
         distributed)
             OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
                 "$python" -m pytest -q --tb=short --maxfail=12 --durations=8 -p no:cacheprovider tests/distributed
-            benchmark split-head split-head h200 120
             linked split-head 120
             linked wrapped 170
             ;;
-        split-head) benchmark split-head split-head h200 120; linked split-head 120 ;;
+        split-head) linked split-head 120 ;;
         wrapped) linked wrapped 170 ;;
         several)
             linked split-head 120
