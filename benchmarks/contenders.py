@@ -52,14 +52,13 @@ def autograd_step(problem: OperatorProblem, loss_function: LossFunction) -> Call
     """Return a step of forward, and of backward if the case has gradients. It leaves no gradient on the operands."""
     x, w, y, call = problem.input, problem.weight, problem.target, problem.case.call
     others = [t for t in (problem.more["linear_bias"], *sum(problem.adapters, ())) if t is not None]
-    plain = problem.case.upstream == 1 and call.reduction != "none"
 
     def step() -> StepOutcome:
         try:
             with torch.set_grad_enabled(call.input_grad):
                 loss = loss_function(x, w, y, call.reduction)
             if call.input_grad:
-                loss.backward(None if plain else problem.upstream.to(loss.dtype))
+                loss.backward(None if loss.dim() == 0 else problem.upstream.to(loss.dtype))
             return StepOutcome(loss.detach(), x.grad, w.grad, tuple(t.grad for t in others))
         finally:
             for leaf in (x, w, *others):

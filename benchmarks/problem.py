@@ -65,7 +65,6 @@ class OperatorCase(BenchCase):
     mode: Mode = "forward+backward"
     ignored: float = 0.0  # share of the labels that are ignore_index
     logits_std: float = LOGITS_STD  # standard deviation of the logits
-    upstream: float = 1.0  # gradient that arrives at the loss, as with a GradScaler
     budget_mib: int = 256  # workspace budget of the contender "ours-vocab"
     errors: bool = False  # the distance from a float64 oracle
     contenders: tuple[str, ...] | None = None  # only these; None: all that are listed
@@ -94,8 +93,7 @@ class OperatorCase(BenchCase):
     @property
     def title(self) -> str:
         ignored = f"{self.ignored:.0%} of the labels ignored" if self.ignored else ""
-        upstream = f"upstream gradient {self.upstream:g}" if self.upstream != 1 else ""
-        parts = [self.head, " x ".join(map(str, self.shape)), self.dtype, self.mode, self.feature, ignored, upstream]
+        parts = [self.head, " x ".join(map(str, self.shape)), self.dtype, self.mode, self.feature, ignored]
         parts += ["" if self.own_products else "own products off", "as called" if self.calls else ""]
         return ", ".join(filter(None, parts))
 
@@ -133,9 +131,9 @@ class OperatorProblem:
         if case.ignored:
             order = torch.rand(case.tokens, device=device, generator=generator).argsort()
             self.target[order[: round(case.tokens * case.ignored)]] = IGNORED
-        self.upstream = torch.tensor(case.upstream, device=device)  # in float32; with reduction "none" for each token
+        self.upstream = torch.ones((), device=device)  # in float32; with reduction "none" for each token
         if case.call.reduction == "none":
-            self.upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5).mul_(case.upstream)
+            self.upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5)
 
     def changed(self, **attributes: Any) -> OperatorProblem:
         """Return the problem with these attributes. It shares all other tensors."""

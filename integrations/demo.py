@@ -28,7 +28,7 @@ from unittest import mock
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import track
 from rich.table import Table
 
 import flce
@@ -278,12 +278,13 @@ class TrainingRun:
         return 1e3 * statistics.median(self.seconds)
 
 
-def train(load: Callable[[], Any], batches: Tensor, rate: float, patched: bool) -> Iterator[TrainingRun]:
-    """Yield the run after each training step, and at last after one more step whose memory is recorded."""
+def train(load: Callable[[], Any], batches: Tensor, rate: float, patched: bool) -> TrainingRun:
+    """Train a model, then record the memory of one more step."""
     import torch
 
     from benchmarks.memory import profile_memory
 
+    gc.collect()  # frees the model of the run before
     model, run = load().to(batches.device).train(), TrainingRun()
     if patched:
         flce.patch_model(model)  # the only difference
@@ -297,39 +298,16 @@ def train(load: Callable[[], Any], batches: Tensor, rate: float, patched: bool) 
         optimizer.zero_grad()
         return float(loss.item())  # waits for the device
 
-    for ids in batches:
+    for ids in track(batches, PATCHED if patched else STOCK, console=Console(stderr=True)):
         start = time.perf_counter()
         run.losses.append(step(ids))
         run.seconds.append(time.perf_counter() - start)
-        yield run
     states = [value for state in optimizer.state.values() for value in state.values()]
     state_bytes = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
     recorded = [profile_memory(lambda: step(batches[-1]), batches.device) for _ in range(3)]
     run.memory = min(recorded, key=lambda profile: profile.samples[-1][0])  # the first recording is slow
     run.peak_bytes = state_bytes + run.memory.peak
-    yield run
-
-
-def train_both(load: Callable[[], Any], batches: Tensor, rate: float, take_turns: bool) -> dict[str, TrainingRun]:
-    """Train stock and patched: step by step in turn, or one after the other if only one model fits in memory."""
-    runs: dict[str, TrainingRun] = {}
-    bar = TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
-    console, some = Console(stderr=True), max(1, len(batches) // 10)
-    with Progress(
-        *bar, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as progress:
-        tasks = {name: progress.add_task(name, total=len(batches), state="waiting") for name in NAMES}
-        for names in [NAMES] if take_turns else [(STOCK,), (PATCHED,)]:
-            trainings = {name: train(load, batches, rate, name == PATCHED) for name in names}
-            for _, (name, training) in itertools.product(range(len(batches) + 1), trainings.items()):
-                run = runs[name] = next(training)
-                done, state = len(run.losses), f"loss {run.losses[-1]:.4f}"
-                progress.update(tasks[name], completed=done, state=state)
-                if not console.is_terminal and done % some == 0 and not run.peak_bytes:  # a file gets lines
-                    print(f"{name}: step {done}/{len(batches)}, {state}", file=sys.stderr, flush=True)
-            del training, trainings  # frees the models
-            gc.collect()
-    return runs
+    return run
 
 
 def draw(file: Path, title: str, runs: dict[str, TrainingRun]) -> None:
@@ -417,7 +395,9 @@ def main(
         tokenizer = AutoTokenizer.from_pretrained(source) if source else tiny_tokenizer(vocab_size)
         shape = steps, batch_size, length
         batches = torch.from_numpy(token_batches(read_documents(text), tokenizer, shape, seed))
-        runs = train_both(load, batches.to("cuda" if gpu else "cpu"), rate, take_turns=model is None and not gpu)
+        batches = batches.to("cuda" if gpu else "cpu")
+        # One after the other, so that only one model must fit in memory.
+        runs = {name: train(load, batches, rate, patched=name == PATCHED) for name in NAMES}
     except (OSError, ValueError) as error:
         cannot_run(f"{error}")
     title = f"{model or 'A small Qwen3'}, {shape[0]} steps of {batch_size} x {length} tokens"

@@ -2,7 +2,6 @@
 
     python scripts/train_alike.py --dtype bfloat16 --out bfloat16.json   # and float32, float16
     python scripts/train_alike.py --compare float32.json bfloat16.json float16.json --plot curves.png --out result.json
-    python scripts/train_alike.py --draw result.json --plot curves.png    # the picture again
 
 All runs have the same weights, the same batches and AdamW. Runs of stock differ in the order of sequences and tokens
 within a batch, and in random changes of the hidden states of at most half a rounding, because another order of sums
@@ -182,15 +181,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seeds", type=int, default=5, help="runs of stock")
     parser.add_argument("--compare", type=Path, nargs="+", default=[], help="results of dtypes, one of them float32")
-    parser.add_argument("--draw", type=Path, default=None, help="the result of --compare, for --plot")
-    parser.add_argument("--plot", type=Path, default=None)
-    parser.add_argument("--out", type=Path, default=None, help="needed without --draw")
+    parser.add_argument("--plot", type=Path, default=None, help="picture of the results of --compare")
+    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    if arguments.draw is not None and arguments.plot is not None:
-        plot(json.loads(arguments.draw.read_text())["runs"], arguments.plot)
-        return 0
-    if arguments.out is None:
-        parser.error("give --out, or --draw and --plot")
     if not arguments.compare:
         result = train_all(arguments.steps, arguments.dtype, arguments.device, arguments.seeds)
         arguments.out.write_text(json.dumps(result))
