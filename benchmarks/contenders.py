@@ -237,9 +237,9 @@ def floor(name: str, title: str, step: Callable[[OperatorProblem], Step], only: 
     return OperatorContender(name, title, "floor", step, applies=CONDITIONS[only])
 
 
-LIGER, FLA = "liger_kernel.transformers.functional", "fla.modules.fused_linear_cross_entropy"
+LIGER = "liger_kernel.transformers.functional"
 CCE, CCE_PRESETS, QUACK = "cut_cross_entropy", "cut_cross_entropy.cce_utils", "quack.linear_cross_entropy"
-needs_liger, needs_fla = needs_package(LIGER, "liger-kernel"), needs_package(FLA, "fla-core")
+needs_liger = needs_package(LIGER, "liger-kernel")
 needs_liger_hopper = needs_package(LIGER_HOPPER, "'liger-kernel[cutedsl]'")
 needs_cce, needs_presets = (needs_package(module, "cut-cross-entropy") for module in (CCE, CCE_PRESETS))
 needs_torch_chunked = needs_package("torch.nn.modules.linear_cross_entropy_options", "'torch>=2.13'", cuda=False)
@@ -252,13 +252,12 @@ one_chunk: dict[str, Any] = {"acc_dtype": torch.float32, "acc_policy": "compact"
 torch_2048 = torch_loss(**one_chunk, batch_chunk_size=2048)
 quack_untuned = quack(chunk_size=4096, use_scaled_exp=False, tuned=False)
 quack_scaled = quack(chunk_size=8192, use_scaled_exp=True)
-fla = library_loss(FLA, "fused_linear_cross_entropy_loss")  # eight chunks and float32 sums, its defaults
 
 # The newest kernels of PyTorch, Liger and QuACK; and all peers that are measured beside flce.
 RIVALS = ("torch-kernel", "torch-kernel-2048", "liger-hopper", "quack", "quack-scaled")
 PEERS = (
     *("torch-compile", "torch-chunked", "liger", "liger-float32-8x", "trl"),
-    *("cce", "cce-unfiltered", "cce-exact", "fla", *RIVALS),
+    *("cce", "cce-unfiltered", "cce-exact", *RIVALS),
 )
 
 C = OperatorContender
@@ -290,7 +289,6 @@ CONTENDERS = [
     peer("cce-unfiltered", "CCE, no gradient filter", needs_cce, cce(filter_eps=None)),
     peer("cce-exact", "CCE, its exact preset", needs_presets, cce(impl="cce_exact")),
     peer("trl", "TRL's fused head", needs_trl, trl_loss),
-    peer("fla", "flash-linear-attention", needs_fla, lambda x, w, y, reduction: fla(x, y, w, reduction), "reduced"),
     peer("quack", "QuACK, chunked", needs_quack, quack_untuned, "reduced"),
     peer("quack-scaled", "QuACK, scaled exponentials", needs_quack, quack_scaled, "reduced"),
 ]

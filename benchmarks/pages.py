@@ -23,7 +23,7 @@ from benchmarks.divergence import DIVERGENCE
 from benchmarks.gains import cards, others
 from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL, tokens_per_second
-from benchmarks.operator import CURVE_SHAPES, OPERATOR, error_columns, format_times, products_ms
+from benchmarks.operator import OPERATOR, error_columns, format_times, products_ms
 from benchmarks.problem import OperatorCase
 from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.small_card import SMALL_CARD
@@ -51,27 +51,36 @@ def short_title(result: BenchResult) -> str:
     return "bare products" if result.family == "floor" else title  # older files have other titles of floors
 
 
-def head_entries(run: Run) -> list[Entry]:
-    """Return the entries of the picture, in its order: all entries with stock."""
-    timed = [entry for entry in run.cases if entry.by_name("stock").samples_ms and not entry.case.calls]
-    found = {entry.case.shape: entry for entry in timed}
-    return [found[shape] for shape in CURVE_SHAPES if shape in found]
+def shape_text(case: OperatorCase) -> str:
+    return " x ".join(map(str, case.shape))
+
+
+def by_case(
+    run: Run,
+    names: dict[str, str],
+    cell: Callable[[Entry, BenchResult], str],
+    title: Callable[[Any], str] = shape_text,
+    first: str = tables.SHAPE,
+) -> Table:
+    """Return a table with a row for each case, and a column for each contender of `names`."""
+    rows = [[title(entry.case), *(cell(entry, entry.by_name(name)) for name in names)] for entry in run.cases]
+    return Table("", [first, *names.values()], rows)
+
+
+def times_and_mebibytes(result: BenchResult, floor_ms: float | None) -> str:
+    time = tables.ratio(result.median_ms, floor_ms)
+    return time if time == NONE else f"{time} ({tables.mebibytes(result.workspace_bytes)})"
 
 
 def heads(run: Run) -> Table:
     """Return the table of milliseconds, multiples of the bare products and workspace: two columns for each size."""
-    entries = head_entries(run)
-    names = [column for entry in entries for column in (f"{shape_of(entry)}, ms", "workspace, MiB")]
+    names = [column for entry in run.cases for column in (f"{shape_text(entry.case)}, ms", "workspace, MiB")]
     rows = [
-        [title, *(cell for entry in entries for cell in head_cells(entry, entry.by_name(name)))]
-        for name, title in shown(entries).items()
+        [title, *(cell for entry in run.cases for cell in head_cells(entry, entry.by_name(name)))]
+        for name, title in shown(run.cases).items()
         if contender_of_budget(name) is None or name in BUDGETS
     ]
     return Table("", ["", *names], rows)
-
-
-def shape_of(entry: Entry) -> str:
-    return " x ".join(map(str, entry.case.shape))
 
 
 def head_cells(entry: Entry, result: BenchResult) -> tuple[str, str]:
@@ -105,13 +114,7 @@ def rivals(run: Run) -> Table:
     """Return the table of multiples of the bare products and, in brackets, MiB: a row for each size."""
     names = {name: title for name, title in shown(run.cases).items() if contender_of_budget(name) is None}
     names = {name: title for name, title in names.items() if not name.startswith("floor")}
-
-    def cell(entry: Entry, result: BenchResult) -> str:
-        time = tables.ratio(result.median_ms, products_ms(entry))
-        return time if time == NONE else f"{time} ({tables.mebibytes(result.workspace_bytes)})"
-
-    rows = [[shape_of(entry), *(cell(entry, entry.by_name(name)) for name in names)] for entry in run.cases]
-    return Table("", [tables.SHAPE, *names.values()], rows)
+    return by_case(run, names, lambda entry, result: times_and_mebibytes(result, products_ms(entry)))
 
 
 HEAD_TITLES = {"gemma3": "Gemma 3 270M", "smollm2": "SmolLM2 135M", "trained": "trained", "zipf": "Zipf and noise"}
@@ -127,8 +130,7 @@ def sampled_heads(run: Run) -> Table:
         both = " / ".join(tables.relative(errors.get(name)) for name in ("input_grad", "weight_grad"))
         return f"{time} ({both})" if errors else time
 
-    rows = [[head_title(entry.case), *(cell(entry, entry.by_name(n)) for n in HEAD_METHODS)] for entry in run.cases]
-    return Table("", ["head, text, H x V", *HEAD_METHODS.values()], rows)
+    return by_case(run, HEAD_METHODS, cell, head_title, "head, text, H x V")
 
 
 def head_title(case: OperatorCase) -> str:
@@ -140,12 +142,7 @@ def head_title(case: OperatorCase) -> str:
 
 def calls(run: Run) -> Table:
     """Return the table of calls from an idle GPU: multiples of the bare products as called and alone, and host ms."""
-    entries = [entry for entry in run.cases if entry.case.calls]
-    titles = [re.sub(", bfloat16|, as called", "", entry.case.title) for entry in entries]
-    names = shown(entries)
-    cells = [[format_times(entry, entry.by_name(name)) for name in names] for entry in entries]
-    rows = [[title, *row] for title, row in zip(titles, cells, strict=True)]
-    return Table("", [tables.SHAPE, *names.values()], rows)
+    return by_case(run, shown(run.cases), format_times, lambda case: re.sub(", bfloat16|, as called", "", case.title))
 
 
 def errors(run: Run) -> Table:
@@ -166,13 +163,11 @@ def logprobs(run: Run) -> Table:
 
     def cell(entry: Entry, result: BenchResult) -> str:
         kind = "-forward" * result.contender.endswith("-forward") or "-jsd" * ("jsd" in result.title)
-        floor = entry.by_name(f"floor{kind}")
-        time = tables.ratio(result.median_ms, floor.median_ms)
-        return time if time == NONE else f"{time} ({tables.mebibytes(result.workspace_bytes)})"
+        return times_and_mebibytes(result, entry.by_name(f"floor{kind}").median_ms)
 
     names = {name: title for name, title in shown(run.cases).items() if not name.startswith("floor")}
     rows = [[title, *(cell(entry, entry.by_name(name)) for entry in run.cases)] for name, title in names.items()]
-    return Table("", ["", *map(shape_of, run.cases)], rows)
+    return Table("", ["", *(shape_text(entry.case) for entry in run.cases)], rows)
 
 
 def float32_head(run: Run) -> Table:
