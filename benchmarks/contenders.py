@@ -106,7 +106,6 @@ def aligned_floor_step(problem: OperatorProblem) -> Step:
 
 
 logits_twice = functools.partial(floor_step, again=(LOGITS,))
-weight_grad_twice = functools.partial(floor_step, again=(WEIGHT_GRAD,))
 our_loss = functools.partial(library_loss, "flce", "fused_linear_cross_entropy")
 
 
@@ -275,7 +274,6 @@ CONTENDERS = [
     ours("ours-rounded", "flce, rounded logits", "half precision", logits_dtype=lambda case: case.torch_dtype),
     ours(BOUNDED, "flce, skip_ignored=True", "ignored", skip_ignored=True),
     C("ours-full", "flce, no label ignored", "ours", ours_full, applies=CONDITIONS["ignored"]),
-    ours("ours-keeping", "flce, skip_ignored=False", "ignored", skip_ignored=False),
     C("stock", "stock (F.linear + F.cross_entropy)", "stock", stock_step),
     C("torch-compile", "stock, torch.compile", "peer", compiled_step, unavailable=needs_cuda),
     peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", needs_torch_chunked, torch_loss()),
@@ -307,7 +305,6 @@ def cce_flat(problem: OperatorProblem) -> Step:
 # Measured only if a case names them.
 NAMED = [
     C("cce-flat", "CCE, logits of std 1", "peer", cce_flat, unavailable=needs_cce),
-    C("floor-training", "bare products of training", "floor", weight_grad_twice),
     ours("ours-bf16-64MiB", "flce, 64 MiB budget, bfloat16 sums", "bfloat16", **bfloat16_sums),
     ours(SAMPLED, "flce, gradients sampled below 2^-12", sample_below=2.0**-12),
 ]

@@ -200,32 +200,20 @@ def small_card(run: Run) -> Table:
     return Table("", ["", "", "measured", "`flce plan`", "planned / measured"], rows)
 
 
-def plan(file: Path) -> str:
-    """Return the table of the steps of a stored output of ``flce plan --json``, in GiB, with the parts of each peak."""
-    steps = steps_of(file)
-    names = [name for name in next(iter(steps.values()))["parts"] if any(s["parts"][name] for s in steps.values())]
-    return plan_table(steps, names)
-
-
-def plans_side_by_side(*files: Path) -> str:
-    """Return the table of the peaks of several stored outputs of ``flce plan --json --sharding``, in GiB."""
-    found = {}
-    for file in files:
-        sharding = json.loads(file.read_text())["training"]["sharding"]
-        found.update({f"{sharding}, {title}": step for title, step in steps_of(file).items()})
-    return plan_table(found, [])
-
-
-def steps_of(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the steps of a stored output, by their titles."""
-    steps = json.loads(file.read_text())["steps"]
-    return {f"{'patched' if s['patched'] else 'stock'}{', checkpointing' * s['checkpointing']}": s for s in steps}
-
-
-def plan_table(steps: dict[str, dict[str, Any]], parts: Sequence[str]) -> str:
-    sizes = [[step["peak_bytes"], *map(step["parts"].get, parts)] for step in steps.values()]
-    gibibytes = [[f"{size / GIB:.2f}" for size in column] for column in sizes]
-    rows = [[name, *cells] for name, *cells in zip(["peak", *parts], *gibibytes, strict=True)]
+def plan(*files: Path) -> str:
+    """Return the table of the steps of stored outputs of ``flce plan --json``, in GiB: the parts of each peak of one
+    file, or the peaks of several files by sharding."""
+    steps: dict[str, dict[str, Any]] = {}
+    for document in (json.loads(file.read_text()) for file in files):
+        sharding = f"{document['training']['sharding']}, " * (len(files) > 1)
+        for step in document["steps"]:
+            title = f"{'patched' if step['patched'] else 'stock'}{', checkpointing' * step['checkpointing']}"
+            steps[sharding + title] = step
+    parts = next(iter(steps.values()))["parts"] if len(files) == 1 else ()
+    rows = [["peak", *(f"{step['peak_bytes'] / GIB:.2f}" for step in steps.values())]]
+    for name in parts:
+        if any(step["parts"][name] for step in steps.values()):
+            rows.append([name, *(f"{step['parts'][name] / GIB:.2f}" for step in steps.values())])
     longest = [format_or_dash("{:,}".format)(step["longest_sequence"]) for step in steps.values()]
     return Table("", ["GiB", *steps], [*rows, ["longest sequence, tokens", *longest]]).grid()
 
@@ -270,7 +258,6 @@ KINDS: dict[str, Callable[..., str]] = {
     "small-card": from_run(SMALL_CARD, small_card),
     "small-card-measured": from_run(SMALL_CARD, measured),
     "plan": plan,
-    "plan-sharded": plans_side_by_side,
 }
 UNNAMED: dict[str, Callable[[], str]] = {
     "cards": lambda: cards(ROOT / RESULTS, RESULTS),

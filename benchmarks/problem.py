@@ -70,7 +70,7 @@ class OperatorCase(BenchCase):
     contenders: tuple[str, ...] | None = None  # only these; None: all that are listed
     calls: bool = False  # the call is also timed from an idle device
     feature: str = ""  # one of `FEATURES`
-    head: str = ""  # one of `real_heads.HEADS` instead of random numbers
+    head: str = ""  # of `real_heads.real_head` instead of random numbers
     own_products: bool = True  # flce uses its fused products if the device has them
 
     @property

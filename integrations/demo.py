@@ -316,19 +316,14 @@ def draw(file: Path, title: str, runs: dict[str, TrainingRun]) -> None:
 
     from benchmarks.memory import COLOURS
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    curves, speed = figure.subplots(1, 2, width_ratios=[3, 1])
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    curves = figure.subplots()
     for name, colour, width, line in zip(NAMES, COLOURS, (5, 1.5), ("-", "--"), strict=True):
         losses = runs[name].losses
         curves.plot(range(1, len(losses) + 1), losses, line, color=colour, linewidth=width, label=name)
-    curves.set(title="Loss", xlabel="step", ylabel="cross-entropy")
+    curves.set(title=title, xlabel="step", ylabel="loss")
     curves.xaxis.set_major_locator(MaxNLocator(integer=True))
     curves.legend(frameon=False)
-    bars = speed.bar(NAMES, [runs[name].step_ms for name in NAMES], color=COLOURS)
-    speed.bar_label(bars, fmt="{:,.0f}", padding=2)
-    speed.margins(y=0.1)  # room for the labels of the bars
-    speed.set_title("Time per step, ms")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
 
@@ -362,7 +357,7 @@ def main(
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Its layers.", show_default="2; GPU: 4")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
-    output: Annotated[Path, typer.Option(help="Picture of losses and time.")] = Path("demo.png"),
+    output: Annotated[Path, typer.Option(help="Picture of the losses.")] = Path("demo.png"),
     memory_picture: Annotated[Path, typer.Option(help="Picture of memory over one step.")] = Path("demo-memory.png"),
 ) -> None:
     """Fine-tune a causal LM twice, stock and patched by flce, and compare loss, memory and time.
