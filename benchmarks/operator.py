@@ -110,7 +110,7 @@ def tiny() -> Plan:
     """Return the cases of the tests. They take seconds on a CPU."""
     all_modes = [OperatorCase(*TINY, dtype="float32", mode=mode, budget_mib=1, errors=True) for mode in CALLS]
     skipping = OperatorCase(*TINY, ignored=0.5, contenders=("ours-full", "ours-skipping"), errors=True)
-    in_budgets = OperatorCase(*TINY, contenders=("floor", "ours", budget_name(1), *PEERS))
+    in_budgets = OperatorCase(*TINY, contenders=("floor", "ours", budget_name(1), "stock", *PEERS))
     featured = replace(all_modes[0], own_products=False, contenders=("floor", "ours", "stock"))
     features = [replace(featured, feature=feature) for feature in FEATURES]
     return plan_cases([*all_modes, skipping, *features, in_budgets, call_case(TINY)], 3, 1.0)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib import ticker
-from matplotlib.figure import Figure
-
 from benchmarks.contenders import contender_of_budget
 from benchmarks.operator import FLOORS, OURS, products_ms
 from benchmarks.runs import BenchResult, Entry, Run
@@ -19,12 +16,15 @@ MARKERS = "sDv^<>PX*hp"
 LEAST_MIB = 0.1  # a smaller workspace is drawn here
 
 
-def figure(run: Run) -> Figure:
-    """Draw a curve for flce in all budgets, points for others, and lines for the floors.
+def figure(run: Run) -> Any:
+    """Return a `Figure` of Matplotlib: a curve for flce in all budgets, points for others, and lines for the floors.
 
     Raises:
         ValueError: the run has no case with both time and memory.
     """
+    from matplotlib import ticker
+    from matplotlib.figure import Figure
+
     found = [entry for entry in run.cases if points(entry)]
     if not found:
         raise ValueError("the results hold no case with both time and memory")
