@@ -55,8 +55,6 @@ class Benchmark:
     table: Callable[[Entry], Table]  # of a case, printed after it is measured
     tables: Callable[[Run, bool], list[Table]]  # of a run; if the flag is True, without the tables of single cases
     begin: Callable[[torch.device], object] = do_nothing  # called before any other use of the device
-    figure: Callable[[Run], Any] | None = None  # the picture of a run, a `matplotlib.figure.Figure`
-    targets: Callable[[Sequence[Run], bool], list[Table]] | None = None  # the targets, with the flag of `tables`
     choices: Mapping[str, Collection[Any]] = field(default_factory=dict)  # allowed values of fields of a case
     defaults: Sequence[Mapping[str, Any]] = ({},)  # the other fields of the cases of `--shape`
 

@@ -75,6 +75,16 @@ def broadcast(answer: bool) -> bool:
     return answers[0]
 
 
+def count_processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def check_processes() -> None:
+    """Raise a ValueError if this process is the only one."""
+    if not dist.is_initialized():
+        raise ValueError("several processes take part: start them by python -m torch.distributed.run -m benchmarks")
+
+
 AGAIN = "-again"
 
 

@@ -26,6 +26,7 @@ from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
 from benchmarks.pages import fill_page
+from benchmarks.plots import figure
 from benchmarks.quick import quick
 from benchmarks.rows import ROWS
 from benchmarks.runs import Run, describe_run
@@ -173,27 +174,18 @@ def load(path: Path) -> tuple[Benchmark, Run]:
 def table(
     files: Annotated[list[Path], typer.Argument(help="Result files.", exists=True, dir_okay=False)],
     brief: Annotated[bool, option("--brief", help="One row for each timed case.")] = False,
-    targets: Annotated[bool, option("--targets", help="Only the targets; the median of several files.")] = False,
     out: Annotated[Path | None, option(help="Write to this file instead of printing.")] = None,
 ) -> None:
     """Print Markdown tables of result files; exit with 1 if a workspace differs from its plan."""
     loaded = [load(file) for file in files]
-    benchmark, runs = loaded[0][0], [run for _, run in loaded]
-    if targets:
-        if len({each.kind for each, _ in loaded}) > 1:
-            raise typer.BadParameter("the files are of several benchmarks: give files of one benchmark")
-        if benchmark.targets is None:
-            raise typer.BadParameter(f"--targets: {benchmark.kind!r} has no targets")
-        shown = [*([] for _ in runs[:-1]), benchmark.targets(runs, brief)]
-    else:
-        shown = [each.tables(run, brief) for each, run in loaded]
-    text = "\n".join(markdown(run, tables) for run, tables in zip(runs, shown, strict=True))
+    shown = [(run, benchmark.tables(run, brief)) for benchmark, run in loaded]
+    text = "\n".join(markdown(run, tables) for run, tables in shown)
     if out is None:
         typer.echo(text)
     else:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text)
-    if any(table.failure for tables in shown for table in tables):
+    if any(table.failure for _, tables in shown for table in tables):
         raise typer.Exit(1)
 
 
@@ -211,11 +203,11 @@ def plot(
     file: Annotated[Path, typer.Argument(help="Result file.", exists=True, dir_okay=False)],
     out: Annotated[Path | None, option(help="PNG; beside the result file by default.")] = None,
 ) -> None:
-    """Draw time against workspace; for rows, bandwidth over their length."""
+    """Draw time against workspace of a run of the operator."""
     benchmark, run = load(file)
-    if benchmark.figure is None:
+    if benchmark is not OPERATOR:
         raise typer.BadParameter(f"{benchmark.kind!r} has no picture")
     path = out or file.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    benchmark.figure(run).savefig(path, dpi=110)
+    figure(run).savefig(path, dpi=110)
     typer.echo(f"wrote {path}")

@@ -42,11 +42,9 @@ CONDITIONS: dict[str, cases.Condition] = {
     "ignored": lambda case, device: case.ignored > 0,
     "reduced": lambda case, device: case.call.reduction != "none",  # some peers have no losses for each token
     # Most CPUs only emulate half precision, so bare products are not a floor there.
-    "products": lambda case, device: (
-        case.time and (device.type == "cuda" or not CONDITIONS["half precision"](case, device))
-    ),
+    "products": lambda case, device: device.type == "cuda" or not CONDITIONS["half precision"](case, device),
     "training": lambda case, device: case.mode == "forward+backward" and CONDITIONS["products"](case, device),
-    "unaligned": lambda case, device: case.time and device.type == "cuda" and case.aligned() != case,
+    "unaligned": lambda case, device: device.type == "cuda" and case.aligned() != case,
 }
 
 
@@ -54,14 +52,13 @@ def autograd_step(problem: OperatorProblem, loss_function: LossFunction) -> Call
     """Return a step of forward, and of backward if the case has gradients. It leaves no gradient on the operands."""
     x, w, y, call = problem.input, problem.weight, problem.target, problem.case.call
     others = [t for t in (problem.more["linear_bias"], *sum(problem.adapters, ())) if t is not None]
-    plain = problem.case.upstream == 1 and call.reduction != "none"
 
     def step() -> StepOutcome:
         try:
             with torch.set_grad_enabled(call.input_grad):
                 loss = loss_function(x, w, y, call.reduction)
             if call.input_grad:
-                loss.backward(None if plain else problem.upstream.to(loss.dtype))
+                loss.backward(None if loss.dim() == 0 else problem.upstream.to(loss.dtype))
             return StepOutcome(loss.detach(), x.grad, w.grad, tuple(t.grad for t in others))
         finally:
             for leaf in (x, w, *others):
@@ -109,7 +106,6 @@ def aligned_floor_step(problem: OperatorProblem) -> Step:
 
 
 logits_twice = functools.partial(floor_step, again=(LOGITS,))
-weight_grad_twice = functools.partial(floor_step, again=(WEIGHT_GRAD,))
 our_loss = functools.partial(library_loss, "flce", "fused_linear_cross_entropy")
 
 
@@ -148,26 +144,14 @@ def ours_full(problem: OperatorProblem) -> Step:
     return step_on_changed_problem(problem, our_loss(**problem.more), target=problem.full_target)
 
 
-BUDGET = re.compile(r"ours(?P<bf16>-bf16)?-(?P<mib>[1-9]\d*)MiB")
-
-
 def contender_of_budget(name: str) -> OperatorContender | None:
-    """Return the contender of a name such as ours-256MiB, or ours-bf16-64MiB for bfloat16 sums."""
-    match = BUDGET.fullmatch(name)
-    if match is None:
-        return None
-    title, budget = f"flce, {match['mib']} MiB budget", int(match["mib"]) * MIB
-    if match["bf16"] is None:
-        return ours(name, title, max_workspace_bytes=budget)
-    return ours(name, f"{title}, bfloat16 sums", "bfloat16", max_workspace_bytes=budget, accum_dtype=torch.bfloat16)
+    """Return the contender of a name such as ours-256MiB."""
+    match = re.fullmatch(r"ours-([1-9]\d*)MiB", name)
+    return match and ours(name, f"flce, {match[1]} MiB budget", max_workspace_bytes=int(match[1]) * MIB)
 
 
-def budget_name(mib: int, kind: str = "") -> str:
-    return f"ours{kind and '-' + kind}-{mib}MiB"
-
-
-def sums_in_bfloat16(contender: str) -> bool:
-    return contender.startswith("ours-bf16-")
+def budget_name(mib: int) -> str:
+    return f"ours-{mib}MiB"
 
 
 def stock_loss(
@@ -252,9 +236,9 @@ def floor(name: str, title: str, step: Callable[[OperatorProblem], Step], only: 
     return OperatorContender(name, title, "floor", step, applies=CONDITIONS[only])
 
 
-LIGER, FLA = "liger_kernel.transformers.functional", "fla.modules.fused_linear_cross_entropy"
+LIGER = "liger_kernel.transformers.functional"
 CCE, CCE_PRESETS, QUACK = "cut_cross_entropy", "cut_cross_entropy.cce_utils", "quack.linear_cross_entropy"
-needs_liger, needs_fla = needs_package(LIGER, "liger-kernel"), needs_package(FLA, "fla-core")
+needs_liger = needs_package(LIGER, "liger-kernel")
 needs_liger_hopper = needs_package(LIGER_HOPPER, "'liger-kernel[cutedsl]'")
 needs_cce, needs_presets = (needs_package(module, "cut-cross-entropy") for module in (CCE, CCE_PRESETS))
 needs_torch_chunked = needs_package("torch.nn.modules.linear_cross_entropy_options", "'torch>=2.13'", cuda=False)
@@ -267,10 +251,17 @@ one_chunk: dict[str, Any] = {"acc_dtype": torch.float32, "acc_policy": "compact"
 torch_2048 = torch_loss(**one_chunk, batch_chunk_size=2048)
 quack_untuned = quack(chunk_size=4096, use_scaled_exp=False, tuned=False)
 quack_scaled = quack(chunk_size=8192, use_scaled_exp=True)
-fla = library_loss(FLA, "fused_linear_cross_entropy_loss")  # eight chunks and float32 sums, its defaults
+
+# The newest kernels of PyTorch, Liger and QuACK; and all peers that are measured beside flce.
+RIVALS = ("torch-kernel", "torch-kernel-2048", "liger-hopper", "quack", "quack-scaled")
+PEERS = (
+    *("torch-compile", "torch-chunked", "liger", "liger-float32-8x", "trl"),
+    *("cce", "cce-unfiltered", "cce-exact", *RIVALS),
+)
 
 C = OperatorContender
 BOUNDED, SAMPLED = "ours-skipping", "ours-sampled"  # their plans are upper bounds
+bfloat16_sums: dict[str, Any] = {"max_workspace_bytes": 64 * MIB, "accum_dtype": torch.bfloat16}
 vocab: dict[str, Any] = {"strategy": "vocab", "max_workspace_bytes": lambda case: case.budget_mib * MIB}
 
 CONTENDERS = [
@@ -283,7 +274,6 @@ CONTENDERS = [
     ours("ours-rounded", "flce, rounded logits", "half precision", logits_dtype=lambda case: case.torch_dtype),
     ours(BOUNDED, "flce, skip_ignored=True", "ignored", skip_ignored=True),
     C("ours-full", "flce, no label ignored", "ours", ours_full, applies=CONDITIONS["ignored"]),
-    ours("ours-keeping", "flce, skip_ignored=False", "ignored", skip_ignored=False),
     C("stock", "stock (F.linear + F.cross_entropy)", "stock", stock_step),
     C("torch-compile", "stock, torch.compile", "peer", compiled_step, unavailable=needs_cuda),
     peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", needs_torch_chunked, torch_loss()),
@@ -297,7 +287,6 @@ CONTENDERS = [
     peer("cce-unfiltered", "CCE, no gradient filter", needs_cce, cce(filter_eps=None)),
     peer("cce-exact", "CCE, its exact preset", needs_presets, cce(impl="cce_exact")),
     peer("trl", "TRL's fused head", needs_trl, trl_loss),
-    peer("fla", "flash-linear-attention", needs_fla, lambda x, w, y, reduction: fla(x, y, w, reduction), "reduced"),
     peer("quack", "QuACK, chunked", needs_quack, quack_untuned, "reduced"),
     peer("quack-scaled", "QuACK, scaled exponentials", needs_quack, quack_scaled, "reduced"),
 ]
@@ -316,7 +305,7 @@ def cce_flat(problem: OperatorProblem) -> Step:
 # Measured only if a case names them.
 NAMED = [
     C("cce-flat", "CCE, logits of std 1", "peer", cce_flat, unavailable=needs_cce),
-    C("floor-training", "bare products of training", "floor", weight_grad_twice),
+    ours("ours-bf16-64MiB", "flce, 64 MiB budget, bfloat16 sums", "bfloat16", **bfloat16_sums),
     ours(SAMPLED, "flce, gradients sampled below 2^-12", sample_below=2.0**-12),
 ]
 

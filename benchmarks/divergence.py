@@ -8,7 +8,7 @@ gradients are computed in forward, with four products.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,29 +16,24 @@ from typing import Any
 from torch import Tensor
 
 import flce
-from benchmarks import contenders, logprobs, operator, targets
+from benchmarks import contenders, logprobs
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import Step, needs_package, select_contenders
 from benchmarks.contenders import OperatorContender, budget_name, floor, floor_step
-from benchmarks.logprobs import MODE, TINY, without_gradients
-from benchmarks.problem import LOGITS, OperatorCase, OperatorProblem, Shape
-from benchmarks.runs import Run
-from benchmarks.tables import Table
-from benchmarks.targets import MAIN, NARROW, TOLERANCE, Target
-from flce.core.sizes import MIB
+from benchmarks.logprobs import MODE, TINY, Changes, contender, summed, unchanged, without_gradients
+from benchmarks.problem import LOGITS, OperatorCase, OperatorProblem
+from benchmarks.targets import MAIN, NARROW
 
 BETAS = {"forward": 0.0, "reverse": 1.0, "jsd": 0.5}  # as TRL and Liger name the divergences
-BUDGET_MIB = 256
-
-Number = Callable[..., Tensor]
+IN_256_MIB = flce.ChunkOptions(max_workspace_bytes="256MiB")
 
 
-def teacher_of(problem: OperatorProblem) -> tuple[Tensor, Tensor]:
+def teacher_of(problem: OperatorProblem) -> dict[str, Any]:
     """Return the hidden states and the head of the teacher, the same for all contenders: the student's, backwards."""
     made = vars(problem).setdefault("teacher", [])
     if not made:
         made += [t.detach().flip(0) for t in (problem.input, problem.weight)]
-    return made[0], made[1]
+    return {"teacher": made}
 
 
 def our_number(x: Tensor, w: Tensor, y: Tensor, reduction: str, teacher: Any, beta: float, **arguments: Any) -> Tensor:
@@ -61,16 +56,14 @@ def liger_number(x: Tensor, w: Tensor, y: Tensor, reduction: str, teacher: Any, 
     return importlib.import_module(LIGER).LigerFusedLinearJSDFunction.apply(x, w, *teacher, y, beta)
 
 
-def contender(name: str, title: str, beta: str, number: Number, family: str, **more: Any) -> OperatorContender:
-    changed, reduction = more.pop("changed", lambda problem: {}), more.pop("mode", MODE)
-    unavailable = {"unavailable": more.pop("unavailable")} if "unavailable" in more else {}
+def ours(name: str, title: str, kind: str, changed: Changes = unchanged, **arguments: Any) -> OperatorContender:
+    number = partial(our_number, beta=BETAS[kind], **arguments)
+    return contender(name, title, "ours", number, changed, teacher_of)
 
-    def prepare(problem: OperatorProblem) -> Step:
-        call = partial(number, teacher=teacher_of(problem), beta=BETAS[beta], **more)
-        case = {"case": replace(problem.case, mode=reduction)} | changed(problem)
-        return contenders.step_on_changed_problem(problem, call, **case)
 
-    return OperatorContender(name, title, family, prepare, **unavailable)
+def trl(name: str, title: str, kind: str) -> OperatorContender:
+    number = partial(trl_number, beta=BETAS[kind])
+    return contender(name, title, "peer", number, arguments=teacher_of, unavailable=contenders.needs_trl)
 
 
 def products(name: str, title: str, again: int, forward: bool = False) -> OperatorContender:
@@ -81,8 +74,8 @@ def products(name: str, title: str, again: int, forward: bool = False) -> Operat
     return floor(name, title, step, "products")
 
 
-ours = partial(contender, number=our_number, family="ours")
-trl = partial(contender, number=trl_number, family="peer", unavailable=contenders.needs_trl)
+needs_liger = needs_package(LIGER, "liger-kernel")
+liger = partial(liger_number, beta=BETAS["jsd"])
 CONTENDERS = [
     products("floor", "six bare products", 2),
     products("floor-jsd", "eight bare products", 4),
@@ -92,44 +85,11 @@ CONTENDERS = [
     ours("ours-jsd", "flce, jsd", "jsd"),
     ours("ours-entropy", "flce, jsd, entropy", "jsd", outputs=("divergence", "entropy")),
     ours("ours-forward", "flce, forward KL, no gradient", "forward", changed=without_gradients),
-    ours(
-        budget_name(BUDGET_MIB), f"flce, forward KL, {BUDGET_MIB} MiB budget", "forward",
-        options=flce.ChunkOptions(max_workspace_bytes=BUDGET_MIB * MIB),
-    ),
+    ours(budget_name(256), "flce, forward KL, 256 MiB budget", "forward", options=IN_256_MIB),
     trl("trl", "TRL's kernel, forward KL", "forward"),
     trl("trl-jsd", "TRL's kernel, jsd", "jsd"),
-    contender(
-        "liger-jsd", "Liger's fused linear JSD, jsd", "jsd", liger_number, "peer", mode="forward+backward",
-        unavailable=needs_package(LIGER, "liger-kernel"),
-    ),
-]  # fmt: skip
-
-
-def targets_of(shape: Shape, limit: float, forward: float) -> list[Target]:
-    """Return the targets over the bare products. Workspace has a tolerance, too."""
-    kl = Target("forward KL", OperatorCase(*shape, mode=MODE), limit)
-    jsd = replace(kl, call="jsd", contender="ours-jsd", reference="floor-jsd")
-    budget = budget_name(BUDGET_MIB)
-    return [
-        kl,
-        replace(kl, call="reverse KL", contender="ours-reverse"),
-        jsd,
-        replace(kl, call="no gradient", contender="ours-forward", reference="floor-forward", limit=forward),
-        replace(
-            kl, call="256 MiB", limit=None, contender=budget, workspace_mib=BUDGET_MIB, workspace_tolerance=TOLERANCE
-        ),
-        replace(kl, call="forward KL, over TRL", reference="trl", limit=1.0),
-        *[replace(jsd, call=f"jsd, over {peer}", reference=peer, limit=1.0) for peer in ("trl-jsd", "liger-jsd")],
-    ]  # fmt: skip
-
-
-TARGETS = [*targets_of(MAIN, 1.15, 1.10), *targets_of(NARROW, 1.35, 1.35)]
-
-
-def target_tables(runs: Sequence[Run], brief: bool) -> list[Table]:
-    findings = targets.check_targets(runs, TARGETS)
-    verdicts = targets.verdict_table("Targets of divergences met", findings, runs, targets.select_entries(runs))
-    return [verdicts, *targets.plan_tables(runs)]
+    contender("liger-jsd", "Liger's fused linear JSD, jsd", "peer", liger, summed, teacher_of, unavailable=needs_liger),
+]
 
 
 PRESETS: dict[str, Callable[[], Plan]] = {
@@ -142,6 +102,4 @@ DIVERGENCE = replace(
     about="Time and workspace of divergences of a student from a teacher, with gradients.",
     presets=PRESETS,
     contenders=lambda case: select_contenders(CONTENDERS, case.contenders),
-    tables=operator.shape_tables,
-    targets=target_tables,
 )

@@ -11,7 +11,7 @@ from benchmarks.benchmark import Benchmark
 from benchmarks.contenders import SAMPLED
 from benchmarks.grpo import GRPO, TRAINING
 from benchmarks.operator import OPERATOR, OURS, products_ms
-from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.runs import BenchResult, Run
 from benchmarks.small_card import SMALL_CARD
 from benchmarks.tables import NONE, Table, format_or_dash
 from flce.core.sizes import GIB
@@ -37,7 +37,7 @@ def measured(
 
     def row(folder: Path, link: str) -> list[str]:
         run = benchmark.load(folder / file)
-        entry = next(e for e in run.cases if all(getattr(e.case, name) == value for name, value in case.items()))
+        entry = run.find(**case)
         figures = [figure(entry.by_name(name)) for name in ("stock", other, OURS)]
         return [title, *figures, f"[{device_of(run)}, {run.head['date'][:10]}]({link}/{file})"]
 
@@ -100,12 +100,8 @@ def gradient_error(result: BenchResult) -> str:
 
 def others(folder: Path, _: str) -> str:
     """Return the table of the other losses, with the times, workspaces and errors of one real head."""
-
-    def find(file: str) -> Entry:
-        cases = OPERATOR.load(folder / file).cases
-        return next(e for e in cases if all(getattr(e.case, name) == value for name, value in HEAD.items()))
-
-    of_all, of_sampled = find(HEAD_FILE), find(SAMPLED_FILE)  # Ratios of one run each.
+    # Ratios of one run each.
+    of_all, of_sampled = (OPERATOR.load(folder / file).find(**HEAD) for file in (HEAD_FILE, SAMPLED_FILE))
 
     def figures(name: str) -> list[str]:
         entry = of_sampled if name == SAMPLED else of_all

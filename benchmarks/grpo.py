@@ -90,9 +90,6 @@ def hidden_states(model: Any, batch: Completions) -> Tensor:
     return states[:, -batch.count - 1 : -1]
 
 
-OfModel = Callable[[Any, Completions], Tensor]
-
-
 def dapo_loss(logprob: Tensor, batch: Completions) -> Tensor:
     ratio, advantage = (logprob - batch.old).exp(), batch.advantages[:, None]
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).mean()
@@ -100,7 +97,7 @@ def dapo_loss(logprob: Tensor, batch: Completions) -> Tensor:
 
 @dataclass(frozen=True)
 class GrpoContender(Contender):
-    compute: OfModel  # the log-probabilities of the completions (B, T), or the loss
+    compute: Callable[[Any, Completions], Tensor]  # the log-probabilities of the completions (B, T), or the loss
     applied: Callable[[Any], AbstractContextManager[object]] = field(default=contextlib.nullcontext, kw_only=True)
 
 
@@ -188,19 +185,16 @@ def prepare(case: GrpoCase, device: torch.device) -> Prepared:
 
 
 TINY, LARGE = GrpoCase("tiny-llama", 2, 24, "float32", prompt=8), GrpoCase(MODELS[0], 8, 4096, prompt=2048)
+OF_TRAINED = [
+    replace(LARGE, model="Gemma-3-270m", weights=OF_REAL_MODEL, contenders=NAMES),
+    replace(LARGE, weights=TRAINED, contenders=NAMES),
+]
 PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": lambda: plan_cases([replace(TINY, part=part) for part in PARTS], rounds=2, seconds=1.0),
     # A minute and a half of one large GPU.
     "h200": lambda: plan_cases([replace(LARGE, part=part) for part in PARTS], rounds=5, seconds=8.0),
     # Training steps of trained models, because gradients of random weights are dense. A minute and a half.
-    "sampled": lambda: plan_cases(
-        [
-            replace(LARGE, model="Gemma-3-270m", weights=OF_REAL_MODEL, contenders=NAMES),
-            replace(LARGE, weights=TRAINED, contenders=NAMES),
-        ],
-        rounds=3,
-        seconds=2.5,
-    ),
+    "sampled": lambda: plan_cases(OF_TRAINED, rounds=3, seconds=2.5),
 }
 
 GRPO = replace(

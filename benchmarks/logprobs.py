@@ -21,16 +21,15 @@ import torch
 from torch import Tensor
 
 import flce
-from benchmarks import contenders, operator, targets
+from benchmarks import contenders, operator
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import Step, StepOutcome, needs_cuda, needs_package, select_contenders
-from benchmarks.contenders import BOUNDED, LossFunction, OperatorContender, budget_name, floor, floor_step
+from benchmarks.contenders import BOUNDED, OperatorContender, budget_name, floor, floor_step
 from benchmarks.measure import Prepared, ReadyContender
-from benchmarks.problem import Mode, OperatorCase, OperatorProblem, Shape
+from benchmarks.problem import Mode, OperatorCase, OperatorProblem
 from benchmarks.real_heads import TEXTS
-from benchmarks.runs import BenchResult, Run
-from benchmarks.tables import Table
-from benchmarks.targets import MAIN, NARROW, TOLERANCE, Rule, Target
+from benchmarks.runs import BenchResult
+from benchmarks.targets import MAIN, NARROW
 from flce.core.sizes import MIB
 from flce.ops import linear_logprobs as ops
 from flce.ops.linear_operators import plan_for_problem
@@ -50,6 +49,11 @@ unchanged: Changes = lambda problem: {}  # noqa: E731
 
 def without_gradients(problem: OperatorProblem) -> dict[str, Any]:
     return {"case": replace(problem.case, mode="forward")}
+
+
+def summed(problem: OperatorProblem) -> dict[str, Any]:
+    """Return the case of losses that are one number, whose gradients are computed in forward."""
+    return {"case": replace(problem.case, mode="forward+backward")}
 
 
 def half_ignored(problem: OperatorProblem) -> dict[str, Any]:
@@ -80,24 +84,29 @@ def our_number(x: Tensor, w: Tensor, y: Tensor, reduction: str, **arguments: Any
     return number if out.candidate_logprob is None else number + out.candidate_logprob.mean(1)
 
 
-def ours(
+def contender(
     name: str,
     title: str,
-    *outputs: str,
-    changed: Changes = lambda problem: {},
-    arguments: Changes = lambda problem: {},
-    **options: Any,
+    family: str,
+    number: Callable[..., Tensor],
+    changed: Changes = unchanged,
+    arguments: Changes = unchanged,
+    **more: Any,
 ) -> OperatorContender:
+    """Return the contender that computes `number` with these arguments, on the problem with these changes."""
+
     def prepare(problem: OperatorProblem) -> Step:
-        number = partial(our_number, outputs=outputs or ("logprob", "entropy"), options=flce.ChunkOptions(**options))
-        return contenders.step_on_changed_problem(problem, partial(number, **arguments(problem)), **changed(problem))
+        call = partial(number, **arguments(problem))
+        return contenders.step_on_changed_problem(problem, call, **changed(problem))
 
-    return OperatorContender(name, title, "ours", prepare)
+    return OperatorContender(name, title, family, prepare, **more)
 
 
-def peer(name: str, title: str, unavailable: Any, number: LossFunction) -> OperatorContender:
-    step = partial(contenders.step_on_changed_problem, loss=number)
-    return OperatorContender(name, title, "peer", step, unavailable=unavailable)
+def ours(
+    name: str, title: str, *outputs: str, changed: Changes = unchanged, arguments: Changes = unchanged, **options: Any
+) -> OperatorContender:
+    number = partial(our_number, outputs=outputs or ("logprob", "entropy"), options=flce.ChunkOptions(**options))
+    return contender(name, title, "ours", number, changed, arguments)
 
 
 def trl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -134,7 +143,7 @@ def liger_step(problem: OperatorProblem, **options: Any) -> Step:
         result: Tensor = loss_of_batch(states, w, labels, mask, advantages, old_per_token_logps=old)[0]
         return result
 
-    return contenders.step_on_changed_problem(problem, loss, case=replace(problem.case, mode="forward+backward"))
+    return contenders.step_on_changed_problem(problem, loss, **summed(problem))
 
 
 def verl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -152,10 +161,16 @@ def needs_verl(device: torch.device) -> str | None:
     return needs_package(f"{VERL}.kernels", "verl")(device)
 
 
-def our_losses(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-    out: Any = flce.linear_logprobs(x, w, y, outputs=("logprob",))
+def our_losses(x: Tensor, w: Tensor, y: Tensor, reduction: str, **options: Any) -> Tensor:
+    out: Any = flce.linear_logprobs(x, w, y, outputs=("logprob",), options=flce.ChunkOptions(**options))
     losses: Tensor = -out.logprob
     return losses
+
+
+def compared(name: str, title: str, **options: Any) -> OperatorContender:
+    """Return flce's log-probabilities of targets, whose errors are measured."""
+    loss = partial(our_losses, **options)
+    return OperatorContender(name, title, "ours", partial(contenders.autograd_step, loss_function=loss))
 
 
 def losses_of_logits(x: Tensor, w: Tensor, y: Tensor, reduction: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -191,24 +206,29 @@ CONTENDERS = [
     ours(f"{BOUNDED}-mask", "flce, mask of 30% of the tokens", arguments=of_responses, skip_ignored=True),
     ours(f"{BOUNDED}-none", "flce, none ignored, skip_ignored=True", skip_ignored=True),
     *[ours(budget_name(mib), f"flce, {mib} MiB budget", max_workspace_bytes=mib * MIB) for mib in BUDGETS_MIB],
-    peer("trl", "TRL's kernel", contenders.needs_trl, trl_number),
+    contender("trl", "TRL's kernel", "peer", trl_number, unavailable=contenders.needs_trl),
     OperatorContender("liger", "Liger's GRPO loss", "peer", liger_step, unavailable=needs_liger),
-    peer("liger-hopper", "Liger's Hopper kernel", contenders.needs_liger_hopper, liger_hopper_number),
-    peer("verl", "verl's kernel", needs_verl, verl_number),
+    contender(
+        "liger-hopper", "Liger's Hopper kernel", "peer", liger_hopper_number, unavailable=contenders.needs_liger_hopper
+    ),
+    contender("verl", "verl's kernel", "peer", verl_number, unavailable=needs_verl),
 ]
 in_float32 = partial(linear_step, precision="highest", dtype=torch.float32)
 in_tf32 = partial(linear_step, precision="high", dtype=torch.float32)
 # Log-probabilities of targets, whose errors are measured: flce's, and those of logits in several precisions.
 HEADS_IN_FLOAT32 = [
-    OperatorContender(
-        "ours-compared", "flce, log-probabilities", "ours", lambda p: contenders.autograd_step(p, our_losses)
-    ),
+    compared("ours-compared", "flce, log-probabilities"),
     OperatorContender("linear", "F.linear", "peer", partial(linear_step, precision="highest")),
     OperatorContender("linear-float32", "F.linear in float32", "peer", in_float32),
     OperatorContender("linear-tf32", "F.linear in TF32", "peer", in_tf32, unavailable=needs_cuda),
 ]
 # Measured only if a case names them.
-NAMED = [ours("ours-sampled", "flce, gradients sampled below 2^-12", sample_below=2.0**-12), *HEADS_IN_FLOAT32]
+sampled: dict[str, Any] = {"sample_below": 2.0**-12}
+NAMED = [
+    ours("ours-sampled", "flce, gradients sampled below 2^-12", **sampled),
+    compared("ours-sampled-compared", "flce, log-probabilities, sampled", **sampled),
+    *HEADS_IN_FLOAT32,
+]
 
 
 def contenders_of(case: OperatorCase) -> Sequence[OperatorContender]:
@@ -238,47 +258,17 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
     return meter, get_ready_and_record_plan
 
 
-def targets_of(shape: Shape, logprob: float, usual: float, everything: float, forward: float) -> list[Target]:
-    """Return the targets, with limits over four products; of forward alone over one. Workspace has a tolerance, too."""
-    case = OperatorCase(*shape, mode=MODE)
-    target = Target("logprob, entropy", case, usual, workspace_mib=512, workspace_tolerance=TOLERANCE)
-    budgets = [
-        replace(target, call=f"{mib} MiB budget", limit=None, contender=budget_name(mib), workspace_mib=mib)
-        for mib in BUDGETS_MIB
-    ]
-    return [
-        replace(target, call="logprob", limit=logprob, contender="ours-logprob"),
-        target,
-        replace(target, call="correct, candidates, temperatures too", limit=everything, contender="ours-all"),
-        replace(target, call="no gradient", limit=forward, contender="ours-forward", reference="floor-forward"),
-        replace(target, call="half of the labels ignored", limit=0.55, contender=BOUNDED, reference=f"{BOUNDED}-none"),
-        replace(target, call="30% of the tokens", limit=0.40, contender=f"{BOUNDED}-mask", reference=f"{BOUNDED}-none"),
-        *budgets,
-    ]
-
-
-TARGETS = [*targets_of(MAIN, 1.05, 1.07, 1.10, 1.06), *targets_of(NARROW, 1.09, 1.14, 1.18, 1.15)]
-SETTINGS = ("ours", *map(budget_name, BUDGETS_MIB))  # with the outputs of the peers
-RULES = [Rule(name, 1.0, least_mib=512, settings=SETTINGS) for name in ("trl", "liger", "liger-hopper", "verl")]
-
-
-def target_tables(runs: Sequence[Run], brief: bool) -> list[Table]:
-    entries, findings = targets.select_entries(runs), targets.check_targets(runs, TARGETS)
-    calls = targets.verdict_table("Targets of log-probabilities met", findings, runs, entries)
-    peers = targets.duel_table("Faster than peers", targets.duels(runs, RULES, MODE), runs, entries)
-    return [calls, peers, *targets.plan_tables(runs)]
-
-
 TINY = OperatorCase(96, 64, 500, dtype="float32", mode=MODE)
 HEAD_NAMES = ("floor", "ours", *(contender.name for contender in HEADS_IN_FLOAT32))
 FLOAT32_HEAD = replace(TINY, dtype="bfloat16", errors=True, contenders=HEAD_NAMES)
-SAMPLED = OperatorCase(8192, 4096, 262144, mode=MODE, contenders=("floor", "ours", "ours-sampled", "trl"))
+SAMPLED_NAMES = ("floor", "ours", "ours-sampled", "trl", "ours-compared", "ours-sampled-compared", "linear")
+SAMPLED = OperatorCase(8192, 4096, 262144, mode=MODE, contenders=SAMPLED_NAMES, errors=True)
 PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": lambda: plan_cases([TINY, FLOAT32_HEAD], rounds=2, seconds=1.0),
     # Two to three minutes of one large GPU, most of them for the compilation of kernels.
     "h200": lambda: plan_cases([OperatorCase(*shape, mode=MODE) for shape in (MAIN, NARROW)], rounds=15, seconds=1.5),
     # A head in bfloat16, in float32 and in TF32, and flce, with errors. A minute.
-    "float32-head": lambda: plan_cases([replace(FLOAT32_HEAD, tokens=MAIN[0], hidden=MAIN[1], vocab=MAIN[2])], 9, 1.0),
+    "float32-head": lambda: plan_cases([FLOAT32_HEAD.on(MAIN)], 9, 1.0),
     # Logits of a real head. A minute.
     "sampled": lambda: plan_cases([replace(SAMPLED, head=f"gemma3 {text}") for text in TEXTS], rounds=9, seconds=1.0),
 }
@@ -290,8 +280,6 @@ LOGPROBS = replace(
     presets=PRESETS,
     contenders=contenders_of,
     prepare=prepare,
-    tables=operator.shape_tables,
-    targets=target_tables,
     choices={"mode": (MODE,)},
     defaults=({"mode": MODE},),
 )

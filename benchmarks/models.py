@@ -237,7 +237,6 @@ def peer(name: str, title: str, applied: Callable[[Any], Any], **call: Any) -> M
 CONTENDERS = [
     ModelContender("ours", "flce", "ours", ours),
     peer("liger-loss", "Liger, only the loss", only_the_loss),
-    peer("liger-loss-float32", "Liger, only the loss, float32 sums", only_the_loss, accum_dtype=torch.float32),
     peer("liger", "Liger, all its kernels", liger),
     peer("ours-liger-layers", "flce, with Liger's layers", ours_and_ligers_layers),
     ModelContender("stock", "stock", "stock", contextlib.nullcontext),
@@ -268,28 +267,23 @@ def contenders_of(case: ModelCase) -> list[ModelContender]:
 
 MODELS = ("Llama-3.2-1B", "Qwen3-0.6B")
 TINY = ModelCase("tiny-llama", 2, 64, dtype="float32", budgets_mib=(1,))
-SHORT = ModelCase(MODELS[0], 4, 8192, budgets_mib=(384, 1024))
-FEWER = replace(SHORT, budgets_mib=(384,), contenders=("ours", "liger-loss", "stock"))
+SHORT = ModelCase(MODELS[0], 4, 8192, budgets_mib=(384,), contenders=("ours", "liger-loss", "stock"))
 QUOTED = replace(SHORT, budgets_mib=(), contenders=("ours", "liger-loss", "liger", "ours-liger-layers", "stock"))
 REAL_NAMES = ("ours", "ours-sampled", *(QUOTED.contenders or ())[1:], "ours-sampled-liger-layers", "trl")
+OF_TRAINED = [
+    *(replace(QUOTED, model=m, weights=OF_REAL_MODEL, contenders=REAL_NAMES) for m in REAL),
+    replace(QUOTED, weights=TRAINED, contenders=REAL_NAMES),
+]
 # Without checkpointing the peak is in the loss, so a budget lowers it. Stock has 118 GiB there.
 SETTINGS: list[dict[str, Any]] = [{}, {"checkpointing": False, "budgets_mib": (256,)}, {"lora_rank": 16}]
 PRESETS: dict[str, Callable[[], Plan]] = {
-    # Seconds on a CPU, for the tests; half a minute of one large GPU; three minutes; six minutes.
+    # Seconds on a CPU, for the tests; half a minute of one large GPU; three minutes.
     "tiny": lambda: plan_cases([replace(TINY, **SETTINGS[1]), replace(TINY, **SETTINGS[2])], 2, 1.0),
-    "h200-short": lambda: plan_cases([FEWER], rounds=3, seconds=4.0),
+    "h200-short": lambda: plan_cases([SHORT], rounds=3, seconds=4.0),
     # For README.md and docs/performance.md.
     "h200-pages": lambda: plan_cases([replace(QUOTED, model=m, **s) for s in SETTINGS for m in MODELS], 3, 4.0),
-    "h200": lambda: plan_cases([replace(SHORT, model=m) for m in MODELS], rounds=4, seconds=6.0),
     # Real models, and one that is trained first, because gradients of random weights are dense. Three minutes.
-    "real-models": lambda: plan_cases(
-        [
-            *(replace(QUOTED, model=m, weights=OF_REAL_MODEL, contenders=REAL_NAMES) for m in REAL),
-            replace(QUOTED, weights=TRAINED, contenders=REAL_NAMES),
-        ],
-        rounds=3,
-        seconds=2.0,
-    ),
+    "real-models": lambda: plan_cases(OF_TRAINED, rounds=3, seconds=2.0),
 }
 
 
@@ -376,18 +370,15 @@ def rate(result: BenchResult, case: ModelCase) -> str:
 
 
 def table(entry: Entry) -> Table:
-    stock, other, trl = (entry.by_name(name) for name in ("stock", "liger-loss", "trl"))
+    stock, other = (entry.by_name(name) for name in ("stock", "liger-loss"))
     columns: Columns = {
         "": lambda r: r.title,
         "tokens/s": lambda r: rate(r, entry.case),
         "median ms": lambda r: milliseconds(r.median_ms),
         "x stock": lambda r: ratio(stock.median_ms, r.median_ms),
         "x Liger": lambda r: ratio(other.median_ms, r.median_ms),
-        "x TRL": lambda r: ratio(trl.median_ms, r.median_ms),
         "peak GiB": lambda r: gibibytes(r.peak_bytes),
         "step GiB": lambda r: gibibytes(r.workspace_bytes if r.peak_bytes is None else None),
-        "GiB x stock": lambda r: ratio(r.peak_bytes, stock.peak_bytes if stock.samples_ms else None),
-        "GiB x Liger": lambda r: ratio(r.peak_bytes, other.peak_bytes if other.samples_ms else None),
         "reserved GiB": lambda r: gibibytes(r.reserved_bytes),
         "steps": lambda r: str(len(r.samples_ms)),
         "losses fused": lambda r: NONE if r.fused is None else f"{r.fused} of {r.forwards}",

@@ -24,10 +24,11 @@ from benchmarks.gains import cards, others
 from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL, tokens_per_second
 from benchmarks.operator import OPERATOR, error_columns, format_times, products_ms
+from benchmarks.problem import OperatorCase
 from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.small_card import SMALL_CARD
 from benchmarks.tables import NONE, Table, format_or_dash
-from benchmarks.targets import CURVE_SHAPES, PEERS_LABEL, target_tables
+from benchmarks.targets import target_table
 from flce.core.sizes import GIB
 from flce.tools.machine import PEERS
 
@@ -50,27 +51,36 @@ def short_title(result: BenchResult) -> str:
     return "bare products" if result.family == "floor" else title  # older files have other titles of floors
 
 
-def head_entries(run: Run) -> list[Entry]:
-    """Return the entries of the picture, in its order: all entries with stock."""
-    timed = [entry for entry in run.cases if entry.by_name("stock").samples_ms and not entry.case.calls]
-    found = {entry.case.shape: entry for entry in timed}
-    return [found[shape] for shape in CURVE_SHAPES if shape in found]
+def shape_text(case: OperatorCase) -> str:
+    return " x ".join(map(str, case.shape))
+
+
+def by_case(
+    run: Run,
+    names: dict[str, str],
+    cell: Callable[[Entry, BenchResult], str],
+    title: Callable[[Any], str] = shape_text,
+    first: str = tables.SHAPE,
+) -> Table:
+    """Return a table with a row for each case, and a column for each contender of `names`."""
+    rows = [[title(entry.case), *(cell(entry, entry.by_name(name)) for name in names)] for entry in run.cases]
+    return Table("", [first, *names.values()], rows)
+
+
+def times_and_mebibytes(result: BenchResult, floor_ms: float | None) -> str:
+    time = tables.ratio(result.median_ms, floor_ms)
+    return time if time == NONE else f"{time} ({tables.mebibytes(result.workspace_bytes)})"
 
 
 def heads(run: Run) -> Table:
     """Return the table of milliseconds, multiples of the bare products and workspace: two columns for each size."""
-    entries = head_entries(run)
-    names = [column for entry in entries for column in (f"{shape_of(entry)}, ms", "workspace, MiB")]
+    names = [column for entry in run.cases for column in (f"{shape_text(entry.case)}, ms", "workspace, MiB")]
     rows = [
-        [title, *(cell for entry in entries for cell in head_cells(entry, entry.by_name(name)))]
-        for name, title in shown(entries).items()
+        [title, *(cell for entry in run.cases for cell in head_cells(entry, entry.by_name(name)))]
+        for name, title in shown(run.cases).items()
         if contender_of_budget(name) is None or name in BUDGETS
     ]
     return Table("", ["", *names], rows)
-
-
-def shape_of(entry: Entry) -> str:
-    return " x ".join(map(str, entry.case.shape))
 
 
 def head_cells(entry: Entry, result: BenchResult) -> tuple[str, str]:
@@ -102,71 +112,37 @@ def model_cells(entry: Entry, result: BenchResult) -> tuple[str, str]:
 
 def rivals(run: Run) -> Table:
     """Return the table of multiples of the bare products and, in brackets, MiB: a row for each size."""
-    entries = [entry for entry in run.cases if entry.case.label == PEERS_LABEL]
-    names = {name: title for name, title in shown(entries).items() if contender_of_budget(name) is None}
+    names = {name: title for name, title in shown(run.cases).items() if contender_of_budget(name) is None}
     names = {name: title for name, title in names.items() if not name.startswith("floor")}
-
-    def cell(entry: Entry, result: BenchResult) -> str:
-        time = tables.ratio(result.median_ms, products_ms(entry))
-        return time if time == NONE else f"{time} ({tables.mebibytes(result.workspace_bytes)})"
-
-    rows = [[shape_of(entry), *(cell(entry, entry.by_name(name)) for name in names)] for entry in entries]
-    return Table("", [tables.SHAPE, *names.values()], rows)
+    return by_case(run, names, lambda entry, result: times_and_mebibytes(result, products_ms(entry)))
 
 
 HEAD_TITLES = {"gemma3": "Gemma 3 270M", "smollm2": "SmolLM2 135M", "trained": "trained", "zipf": "Zipf and noise"}
-HEAD_METHODS = {
-    "ours": "flce", "ours-sampled": "flce, sampled", "stock": "stock",
-    "torch-compile": "`torch.compile`",
-    "liger-float32-8x": "Liger, float32 sums", "trl": "TRL", "cce": "CCE",
-}  # fmt: skip
-
-
+HEAD_METHODS = {"ours": "flce", "ours-sampled": "flce, sampled", "stock": "stock"}
 TOKENS_OF_HEADS = 8192
 
 
-def real_heads(run: Run, show: Callable[[Entry, BenchResult], str]) -> Table:
-    """Return a row for each head, text and size, with a column for each method that was measured."""
-    entries = [entry for entry in run.cases if entry.case.head]
-    names = [name for name in HEAD_METHODS if any(entry.by_name(name).samples_ms for entry in entries)]
-    rows = [[head_title(entry), *(show(entry, entry.by_name(name)) for name in names)] for entry in entries]
-    return Table("", ["head, text, H x V", *map(HEAD_METHODS.__getitem__, names)], rows)
+def sampled_heads(run: Run) -> Table:
+    """Return a row for each head, text and size: multiples of the bare products (errors of dX / of dW)."""
+
+    def cell(entry: Entry, result: BenchResult) -> str:
+        time, errors = tables.ratio(result.median_ms, products_ms(entry)), result.errors or {}
+        both = " / ".join(tables.relative(errors.get(name)) for name in ("input_grad", "weight_grad"))
+        return f"{time} ({both})" if errors else time
+
+    return by_case(run, HEAD_METHODS, cell, head_title, "head, text, H x V")
 
 
-def head_title(entry: Entry) -> str:
-    (model, text), case = entry.case.head.split(), entry.case
+def head_title(case: OperatorCase) -> str:
+    model, text = case.head.split()
     more = f", {case.tokens} tokens" * (case.tokens != TOKENS_OF_HEADS) + ", frozen" * (case.mode == "frozen-head")
     more += ", without own products" * (not case.own_products)
     return f"{HEAD_TITLES[model]}, {text.replace('english', 'English')}, {' x '.join(map(str, case.shape[1:]))}{more}"
 
 
-def gradient_errors(_: Entry, result: BenchResult) -> str:
-    errors = (result.errors or {}).get
-    return " / ".join(tables.relative(errors(name)) for name in ("input_grad", "weight_grad"))
-
-
-def time_and_errors(entry: Entry, result: BenchResult) -> str:
-    time = tables.ratio(result.median_ms, products_ms(entry))
-    return f"{time} ({gradient_errors(entry, result)})" if result.errors else time
-
-
-def distributions(run: Run) -> Table:
-    """Return a row for each head and text, in its smallest size."""
-    rows = {entry.case.head: entry for entry in reversed(run.cases) if entry.case.head}
-    found = {head_title(entry): entry.by_name("floor").distribution or {} for entry in reversed(rows.values())}
-    names = list(dict.fromkeys(name for means in found.values() for name in means))
-    cells = [[title, *(f"{means[name]:.3g}" for name in names)] for title, means in found.items()]
-    return Table("", ["head, text, H x V", *names], cells)
-
-
 def calls(run: Run) -> Table:
     """Return the table of calls from an idle GPU: multiples of the bare products as called and alone, and host ms."""
-    entries = [entry for entry in run.cases if entry.case.calls]
-    titles = [re.sub(", bfloat16|, as called", "", entry.case.title) for entry in entries]
-    names = shown(entries)
-    cells = [[format_times(entry, entry.by_name(name)) for name in names] for entry in entries]
-    rows = [[title, *row] for title, row in zip(titles, cells, strict=True)]
-    return Table("", [tables.SHAPE, *names.values()], rows)
+    return by_case(run, shown(run.cases), format_times, lambda case: re.sub(", bfloat16|, as called", "", case.title))
 
 
 def errors(run: Run) -> Table:
@@ -187,13 +163,11 @@ def logprobs(run: Run) -> Table:
 
     def cell(entry: Entry, result: BenchResult) -> str:
         kind = "-forward" * result.contender.endswith("-forward") or "-jsd" * ("jsd" in result.title)
-        floor = entry.by_name(f"floor{kind}")
-        time = tables.ratio(result.median_ms, floor.median_ms)
-        return time if time == NONE else f"{time} ({tables.mebibytes(result.workspace_bytes)})"
+        return times_and_mebibytes(result, entry.by_name(f"floor{kind}").median_ms)
 
     names = {name: title for name, title in shown(run.cases).items() if not name.startswith("floor")}
     rows = [[title, *(cell(entry, entry.by_name(name)) for entry in run.cases)] for name, title in names.items()]
-    return Table("", ["", *map(shape_of, run.cases)], rows)
+    return Table("", ["", *(shape_text(entry.case) for entry in run.cases)], rows)
 
 
 def float32_head(run: Run) -> Table:
@@ -226,32 +200,20 @@ def small_card(run: Run) -> Table:
     return Table("", ["", "", "measured", "`flce plan`", "planned / measured"], rows)
 
 
-def plan(file: Path) -> str:
-    """Return the table of the steps of a stored output of ``flce plan --json``, in GiB, with the parts of each peak."""
-    steps = steps_of(file)
-    names = [name for name in next(iter(steps.values()))["parts"] if any(s["parts"][name] for s in steps.values())]
-    return plan_table(steps, names)
-
-
-def plans_side_by_side(*files: Path) -> str:
-    """Return the table of the peaks of several stored outputs of ``flce plan --json --sharding``, in GiB."""
-    found = {}
-    for file in files:
-        sharding = json.loads(file.read_text())["training"]["sharding"]
-        found.update({f"{sharding}, {title}": step for title, step in steps_of(file).items()})
-    return plan_table(found, [])
-
-
-def steps_of(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the steps of a stored output, by their titles."""
-    steps = json.loads(file.read_text())["steps"]
-    return {f"{'patched' if s['patched'] else 'stock'}{', checkpointing' * s['checkpointing']}": s for s in steps}
-
-
-def plan_table(steps: dict[str, dict[str, Any]], parts: Sequence[str]) -> str:
-    sizes = [[step["peak_bytes"], *map(step["parts"].get, parts)] for step in steps.values()]
-    gibibytes = [[f"{size / GIB:.2f}" for size in column] for column in sizes]
-    rows = [[name, *cells] for name, *cells in zip(["peak", *parts], *gibibytes, strict=True)]
+def plan(*files: Path) -> str:
+    """Return the table of the steps of stored outputs of ``flce plan --json``, in GiB: the parts of each peak of one
+    file, or the peaks of several files by sharding."""
+    steps: dict[str, dict[str, Any]] = {}
+    for document in (json.loads(file.read_text()) for file in files):
+        sharding = f"{document['training']['sharding']}, " * (len(files) > 1)
+        for step in document["steps"]:
+            title = f"{'patched' if step['patched'] else 'stock'}{', checkpointing' * step['checkpointing']}"
+            steps[sharding + title] = step
+    parts = next(iter(steps.values()))["parts"] if len(files) == 1 else ()
+    rows = [["peak", *(f"{step['peak_bytes'] / GIB:.2f}" for step in steps.values())]]
+    for name in parts:
+        if any(step["parts"][name] for step in steps.values()):
+            rows.append([name, *(f"{step['parts'][name] / GIB:.2f}" for step in steps.values())])
     longest = [format_or_dash("{:,}".format)(step["longest_sequence"]) for step in steps.values()]
     return Table("", ["GiB", *steps], [*rows, ["longest sequence, tokens", *longest]]).grid()
 
@@ -280,15 +242,10 @@ def from_run(benchmark: Benchmark, write: Callable[[Run], str | Table]) -> Calla
 KINDS: dict[str, Callable[..., str]] = {
     "heads": from_run(OPERATOR, heads),
     "rivals": from_run(OPERATOR, rivals),
-    "real-heads": from_run(
-        OPERATOR, lambda run: real_heads(run, lambda e, r: tables.ratio(r.median_ms, products_ms(e)))
-    ),
-    "real-head-errors": from_run(OPERATOR, lambda run: real_heads(run, gradient_errors)),
-    "sampled-heads": from_run(OPERATOR, lambda run: real_heads(run, time_and_errors)),
-    "distributions": from_run(OPERATOR, distributions),
+    "sampled-heads": from_run(OPERATOR, sampled_heads),
     "errors": from_run(OPERATOR, errors),
     "calls": from_run(OPERATOR, calls),
-    "targets": from_run(OPERATOR, lambda run: target_tables([run])[0]),
+    "targets": from_run(OPERATOR, target_table),
     "heads-measured": from_run(OPERATOR, measured),
     "models": from_run(MODEL, models),
     "models-measured": from_run(MODEL, measured),
@@ -301,7 +258,6 @@ KINDS: dict[str, Callable[..., str]] = {
     "small-card": from_run(SMALL_CARD, small_card),
     "small-card-measured": from_run(SMALL_CARD, measured),
     "plan": plan,
-    "plan-sharded": plans_side_by_side,
 }
 UNNAMED: dict[str, Callable[[], str]] = {
     "cards": lambda: cards(ROOT / RESULTS, RESULTS),

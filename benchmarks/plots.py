@@ -1,72 +1,80 @@
-"""Pictures: a grid of panels with one legend. A series has the same colour and marker in all panels."""
+"""The picture of a run of the operator: time against workspace, a panel for each case, with one legend."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-COLOURS = {"ours": "#c0392b", "repeat": "#e67e22", "stock": "#2c3e50", "floor": "#7f8c8d"}
+from benchmarks.contenders import contender_of_budget
+from benchmarks.operator import FLOORS, OURS, products_ms
+from benchmarks.runs import BenchResult, Entry, Run
+from flce.core.sizes import MIB
+
+COLOURS = {"ours": "#c0392b", "stock": "#2c3e50", "floor": "#7f8c8d"}
 PEERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#bcbd22", "#e377c2", "#f39c12")  # one for each peer
-MARKERS = "osDv^<>PX*hp"
+MARKERS = "sDv^<>PX*hp"
+LEAST_MIB = 0.1  # a smaller workspace is drawn here
 
 
-@dataclass(frozen=True)
-class Series:
-    """Points, joined by a line of style `line`. Without `x` it is a horizontal line."""
+def figure(run: Run) -> Any:
+    """Return a `Figure` of Matplotlib: a curve for flce in all budgets, points for others, and lines for the floors.
 
-    label: str
-    family: str
-    x: Sequence[float]
-    y: Sequence[float]
-    line: str = ""
+    Raises:
+        ValueError: the run has no case with both time and memory.
+    """
+    from matplotlib import ticker
+    from matplotlib.figure import Figure
 
-
-@dataclass(frozen=True)
-class Panel:
-    title: str
-    series: list[Series]
-
-
-def draw(panels: Sequence[Panel], title: str, x: str, y: str, scales: dict[str, Any], columns: int = 3) -> Any:
-    """Return the figure. `x` and `y` label the axes; `scales` are arguments of `Axes.set`: xscale, yscale, ylim ..."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
-    size = 5.4 * columns + 2.4 * (columns == 1), 3.4 * rows + 0.8  # inches; one column has its legend beside it
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    markers: dict[str, str] = {}
-    peers: dict[str, str] = {}
+    found = [entry for entry in run.cases if points(entry)]
+    if not found:
+        raise ValueError("the results hold no case with both time and memory")
+    # Prefer entries with other contenders than flce and its floor.
+    entries = [entry for entry in found if any(r.family in ("peer", "stock") for r in points(entry))] or found
+    multiples = all(map(products_ms, entries))
+    products = "three matrix products" if all(e.case.mode == "forward+backward" for e in entries) else "matrix products"
+    drawn = Figure(figsize=(7.8, 3.4 * len(entries) + 0.8), layout="constrained")
+    drawn.suptitle(f"Time and memory of a loss on one {run.head['device']['name']}: lower left is better")
+    timed = [result for entry in entries for result in entry.results if result.samples_ms]
+    others = [result for result in timed if contender_of_budget(result.contender) is None]
+    names = list(dict.fromkeys(map(short_title, others)))
     legend: dict[Any, Any] = {}
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    for axis, panel in zip(axes.flat, panels, strict=False):
-        for series in panel.series:
-            colour = COLOURS.get(series.family) or peers.setdefault(series.label, PEERS[len(peers) % len(PEERS)])
-            look: dict[str, Any] = {"color": colour, "label": series.label, "linestyle": series.line or "none"}
-            if not series.x:
-                axis.axhline(series.y[0], linewidth=1.2, **look)
-            else:
-                marker = markers.setdefault(series.label, MARKERS[len(markers) % len(MARKERS)])
-                axis.plot(series.x, series.y, marker=marker, markersize=7, linewidth=1.5, **look)
-        axis.set(xlabel=x, ylabel=y, **scales)
-        for name, lines in (("xscale", axis.xaxis), ("yscale", axis.yaxis)):
-            if scales.get(name) == "log":
-                lines.set_major_locator(ticker.LogLocator(subs=[1, 1.5, 2, 3, 5] if name == "yscale" else [1]))
-                lines.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
-                lines.set_minor_formatter(ticker.NullFormatter())
-        axis.set_title(panel.title, fontsize=9)
-        axis.grid(True, alpha=0.2)
-        handles, labels = axis.get_legend_handles_labels()
-        legend |= dict(zip(labels, handles, strict=True))
-    figure.suptitle(title)
-    handles, labels = list(legend.values()), list(legend)
-    if columns == 1:
-        figure.legend(handles, labels, loc="outside right center")
-    else:
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns + 1)
-    return figure
+    for axes, entry in zip(drawn.subplots(len(entries), squeeze=False).flat, entries, strict=True):
+        draw_panel(axes, entry, (products_ms(entry) or 1.0) if multiples else 1.0, names)
+        axes.set(xlabel="memory of the call beside inputs and gradients, MiB", xscale="log", yscale="log")
+        axes.set_ylabel(f"time / {products} alone" if multiples else "time, ms (median)")
+        axes.set_title(entry.case.title, fontsize=9)
+        axes.grid(True, alpha=0.2)
+        for lines, subs in ((axes.xaxis, [1]), (axes.yaxis, [1, 1.5, 2, 3, 5])):
+            lines.set_major_locator(ticker.LogLocator(subs=subs))
+            lines.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
+            lines.set_minor_formatter(ticker.NullFormatter())
+        legend |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    drawn.legend(legend.values(), legend, loc="outside right center")
+    return drawn
+
+
+def points(entry: Entry) -> list[Any]:
+    return [result for result in entry.results if result.samples_ms and result.workspace_bytes is not None]
+
+
+def short_title(result: BenchResult) -> str:
+    title, _, _ = result.title.partition(" (")
+    return title
+
+
+def draw_panel(axes: Any, entry: Entry, unit_ms: float, names: Sequence[str]) -> None:
+    """Draw one case. The colour and the marker of a name of `names` are the same in all panels."""
+    place = {r.contender: (max(r.workspace_bytes / MIB, LEAST_MIB), r.median_ms / unit_ms) for r in points(entry)}
+    curve = sorted(spot for name, spot in place.items() if name == OURS or contender_of_budget(name) is not None)
+    if len(curve) > 1:
+        axes.plot(*zip(*curve, strict=True), "o-", color=COLOURS["ours"], label="flce, in budgets")
+    for result in entry.results:
+        if result.family == "repeat" or short_title(result) not in names:  # a repeat would cover the first
+            continue
+        index = names.index(short_title(result))
+        look = {"color": COLOURS.get(result.family, PEERS[index % len(PEERS)]), "label": names[index]}
+        if result.contender in place:
+            axes.plot(*place[result.contender], MARKERS[index % len(MARKERS)], markersize=7, **look)
+        elif result.family == "floor" and result.median_ms is not None:
+            line = "--" if result.contender in FLOORS else ":"
+            axes.axhline(result.median_ms / unit_ms, linestyle=line, linewidth=1.2, **look)

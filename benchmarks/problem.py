@@ -65,24 +65,13 @@ class OperatorCase(BenchCase):
     mode: Mode = "forward+backward"
     ignored: float = 0.0  # share of the labels that are ignore_index
     logits_std: float = LOGITS_STD  # standard deviation of the logits
-    upstream: float = 1.0  # gradient that arrives at the loss, as with a GradScaler
     budget_mib: int = 256  # workspace budget of the contender "ours-vocab"
-    time: bool = True
     errors: bool = False  # the distance from a float64 oracle
     contenders: tuple[str, ...] | None = None  # only these; None: all that are listed
     calls: bool = False  # the call is also timed from an idle device
     feature: str = ""  # one of `FEATURES`
-    head: str = ""  # one of `real_heads.HEADS` instead of random numbers
+    head: str = ""  # of `real_heads.real_head` instead of random numbers
     own_products: bool = True  # flce uses its fused products if the device has them
-    label: str = ""  # distinguishes cases of the same problem with other contenders
-
-    @property
-    def is_measured(self) -> bool:
-        return self.time or self.errors
-
-    @property
-    def is_timed(self) -> bool:
-        return self.time
 
     @property
     def problem(self) -> OperatorCase:
@@ -104,14 +93,18 @@ class OperatorCase(BenchCase):
     @property
     def title(self) -> str:
         ignored = f"{self.ignored:.0%} of the labels ignored" if self.ignored else ""
-        upstream = f"upstream gradient {self.upstream:g}" if self.upstream != 1 else ""
-        parts = [self.head, " x ".join(map(str, self.shape)), self.dtype, self.mode, self.feature, ignored, upstream]
+        parts = [self.head, " x ".join(map(str, self.shape)), self.dtype, self.mode, self.feature, ignored]
         parts += ["" if self.own_products else "own products off", "as called" if self.calls else ""]
         return ", ".join(filter(None, parts))
 
+    def on(self, shape: Shape, **fields: Any) -> OperatorCase:
+        """Return the case of another shape, with these fields changed."""
+        tokens, hidden, vocab = shape
+        return replace(self, tokens=tokens, hidden=hidden, vocab=vocab, **fields)
+
     def aligned(self) -> OperatorCase:
         """Return the case of the next larger shape whose tokens and vocabulary are multiples of 64."""
-        return replace(self, tokens=-(-self.tokens // 64) * 64, vocab=-(-self.vocab // 64) * 64)
+        return self.on((-(-self.tokens // 64) * 64, self.hidden, -(-self.vocab // 64) * 64))
 
 
 class OperatorProblem:
@@ -138,9 +131,9 @@ class OperatorProblem:
         if case.ignored:
             order = torch.rand(case.tokens, device=device, generator=generator).argsort()
             self.target[order[: round(case.tokens * case.ignored)]] = IGNORED
-        self.upstream = torch.tensor(case.upstream, device=device)  # in float32; with reduction "none" for each token
+        self.upstream = torch.ones((), device=device)  # in float32; with reduction "none" for each token
         if case.call.reduction == "none":
-            self.upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5).mul_(case.upstream)
+            self.upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5)
 
     def changed(self, **attributes: Any) -> OperatorProblem:
         """Return the problem with these attributes. It shares all other tensors."""

@@ -16,22 +16,18 @@ import typer
 from benchmarks import tables
 from benchmarks.benchmark import save
 from benchmarks.cases import Effort
-from benchmarks.contenders import budget_name
-from benchmarks.operator import FLOORS, NAMES, OPERATOR, OURS, figure, table
+from benchmarks.contenders import PEERS, budget_name
+from benchmarks.operator import FLOORS, NAMES, OPERATOR, OURS, table
+from benchmarks.plots import figure
 from benchmarks.problem import OperatorCase, Shape
 from benchmarks.runs import Run, describe_run
 from benchmarks.tables import shortfalls
-from benchmarks.targets import RIVALS
 from flce.core.devices import find_device
 from flce.core.sizes import GIB, MIB, parse_bytes, parse_sizes, size_text
 from flce.tools.cli.output import parse_option, usage_error
 from flce.tools.machine import DTYPES
 
 EFFORT = Effort(rounds=50, seconds=1.0)
-OTHERS = (
-    *("stock", "torch-compile", "torch-chunked", "liger", "liger-float32-8x"),
-    *("cce", "cce-exact", "trl", "fla", *RIVALS),
-)
 COLUMNS = ("", "median ms", "x products", "x stock", "MiB", *NAMES.values())
 option = typer.Option
 
@@ -57,7 +53,7 @@ def quick(
     if dtype not in DTYPES:
         raise usage_error("--dtype", f"expected one of {', '.join(DTYPES)}, got {dtype!r}")
     budgets = [budget_name(parse_option("--budget", parse_mebibytes, text)) for text in budget or ()]
-    case = OperatorCase(tokens, hidden, vocab, dtype, contenders=(*FLOORS, OURS, *budgets, *OTHERS))
+    case = OperatorCase(tokens, hidden, vocab, dtype, contenders=(*FLOORS, OURS, *budgets, "stock", *PEERS))
     # Hidden states and head, and their gradients.
     needed, available = 2 * (tokens + vocab) * hidden * case.torch_dtype.itemsize, memory_of(where)
     if needed > available:

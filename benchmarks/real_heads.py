@@ -19,7 +19,6 @@ from torch import Tensor
 import flce
 
 TEXTS = ("code", "english")
-HEADS = tuple(f"{model} {text}" for model in ("gemma3", "smollm2", "trained") for text in TEXTS)
 # Random heads whose logits are those of Zipf's law plus noise of a standard deviation, "zipf 6".
 ZIPF = "zipf"
 SEQUENCE = 1024
@@ -102,7 +101,7 @@ def train_model(hidden: int, vocab: int, device: torch.device) -> tuple[Any, dic
 
 
 def real_head(head: str, shape: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden states (N, H), head (V, H) and targets (N,) of one of `HEADS` or of `ZIPF`, in float32.
+    """Return hidden states (N, H), head (V, H) and targets (N,) of a head such as "gemma3 code", in float32.
 
     Raises:
         ValueError: the model has a larger hidden size, or another vocabulary.

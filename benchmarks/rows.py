@@ -12,7 +12,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,6 @@ from benchmarks import tables
 from benchmarks.benchmark import Benchmark, Plan, plan_cases
 from benchmarks.cases import BenchCase, Contender, needs_cuda, needs_package
 from benchmarks.measure import BenchMeter, Prepared, ReadyContender, do_nothing, release
-from benchmarks.plots import Panel, Series, draw
 from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.tables import Table
 from flce.tools.machine import DTYPES
@@ -201,16 +200,11 @@ def every_task(
     return [RowCase(*size, *task, size[1] in compiled) for size in sizes for task in TASKS]
 
 
-# Tokens and classes of the tiles of the fused loss.
-TILES = [(4096, 128256), (8192, 128256), (8192, 152064), (16384, 151936), (8192, 256000), (16384, 50257)]
-LOSSES = [task for task in TASKS if task[0] == "cross_entropy"]
 BOTH = ("bfloat16", "float32")
 PRESETS: dict[str, Callable[[], Plan]] = {
-    # A second on a CPU, for the tests; a minute or two on a CPU; two to three minutes of a large GPU; half a minute.
+    # A second on a CPU, for the tests; two to three minutes of a large GPU.
     "tiny": lambda: plan_cases(every_task(8, 0, (64, 2049), BOTH[1:]), rounds=2, seconds=1.0),
-    "cpu": lambda: plan_cases(every_task(256, 2**23, (128, 1000, 4096, 32768, 50257), BOTH[1:]), 5, 1.0),
     "h200-rows": lambda: plan_cases(every_task(4096, 2**27, COLUMNS, BOTH, COMPILED_COLUMNS), 6, 0.12),
-    "h200-logits": lambda: plan_cases([RowCase(*tile, BOTH[0], *task) for tile in TILES for task in LOSSES], 20, 0.2),
 }
 
 
@@ -229,19 +223,6 @@ def format_speed(entry: Entry, result: BenchResult) -> str:
 
 def speed_table(title: str, entries: Sequence[Entry]) -> Table:
     return tables.summary(f"GB/s, of copy: {title}", "columns", entries, format_speed, line="columns")
-
-
-def make_panel(group: str, entries: Sequence[Entry]) -> Panel:
-    """Return GB/s over the number of columns, a line for each contender."""
-    series = []
-    tried = [result for entry in entries for result in entry.results if result.status != "unavailable"]
-    for name, contender in {result.contender: result for result in tried}.items():
-        speeds = {float(e.case.columns): gb for e in entries if (gb := e.by_name(name).gigabytes_per_second)}
-        # A dotted line joins points if sizes between them were not measured.
-        line = "--" if name == COPY else "-" if len(speeds) == len(entries) else ":"
-        if speeds:
-            series.append(Series(contender.title, contender.family, [*speeds], [*speeds.values()], line))
-    return Panel(group, series)
 
 
 @functools.lru_cache(maxsize=1)
@@ -278,20 +259,6 @@ def run_tables(run: Run, brief: bool) -> list[Table]:
     ]
 
 
-def figure(run: Run) -> Any:
-    """Draw forward and backward of the loss and of softmax, in the first dtype. The tables have all tasks."""
-    timed = [entry for entry in run.cases if any(result.samples_ms for result in entry.results)]
-    if not timed:
-        raise ValueError("the results hold no figures")
-    first = timed[0].case.dtype
-    entries = [e for e in timed if e.case.dtype == first and e.case.direction in ("forward", "backward")]
-    entries = [e for e in entries if e.case.operation != "log_softmax"]
-    panels = [make_panel(*group) for group in group_entries(replace(run, cases=entries)).items()]
-    device = run.head["device"]["name"]
-    title = f"Needed bytes / time on one {device}: higher is better"
-    return draw(panels, title, "columns (classes)", "GB/s", {"xscale": "log", "ylim": (0, None)}, columns=2)
-
-
 ROWS = Benchmark(
     kind="rows",
     about="GB/s of losses and softmaxes over the length of a row, of flce, a copy, PyTorch and Liger.",
@@ -302,6 +269,5 @@ ROWS = Benchmark(
     prepare=prepare,
     table=lambda entry: speed_table(entry.case.title, [entry]),
     tables=run_tables,
-    figure=figure,
     defaults=tuple({"operation": operation, "direction": direction} for operation, direction in TASKS),
 )

@@ -130,6 +130,10 @@ class Run:
     head: dict[str, Any]  # date, command, versions, device: see `describe_run`
     cases: list[Entry] = field(default_factory=list)
 
+    def find(self, **fields: object) -> Entry:
+        """Return the first case with these values of fields or properties."""
+        return next(e for e in self.cases if all(getattr(e.case, name) == value for name, value in fields.items()))
+
     def to_dict(self) -> dict[str, Any]:
         cases = [{"case": e.case.to_dict(), "results": [r.to_dict() for r in e.results]} for e in self.cases]
         return {"schema": SCHEMA, "kind": self.kind, **self.head, "cases": cases}

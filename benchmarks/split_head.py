@@ -1,15 +1,11 @@
 """Time of a call with a head that is divided over processes, over the three bare products of one process's shard.
 
-    python -m benchmarks split-head --preset h200                       # on one GPU: a rank's share
     python -m torch.distributed.run --nproc-per-node 8 -m benchmarks split-head --preset h200
-
     python -m torch.distributed.run --nproc-per-node 2 -m benchmarks split-head --preset last-stage
 
-Without torch.distributed.run the process is the first of 2, 4 and 8 processes, and collectives return at once
-(PyTorch's "fake" backend). With torch.distributed.run the time includes the links, and peers are measured, too.
-"last-stage" is the head of a training step of Megatron: losses of tokens, and a gradient of the weight that is added to
-its float32 `main_grad`. The heads are one of Zipf's law and that of Gemma 3 270M (see `benchmarks/real_heads.py`); the
-floor is the four products.
+The time includes the links. "last-stage" is the head of a training step of Megatron: losses of tokens, and a gradient
+of the weight that is added to its float32 `main_grad`. The heads are one of Zipf's law and that of Gemma 3 270M (see
+`benchmarks/real_heads.py`); the floor is the four products.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,10 +24,11 @@ from torch import Tensor
 import flce
 from benchmarks import operator
 from benchmarks.benchmark import Plan, plan_cases
-from benchmarks.cases import BenchCase, Contender, StepOutcome, needs_package
-from benchmarks.measure import BenchMeter, Prepared, ReadyContender, do_nothing
+from benchmarks.cases import BenchCase, Contender, StepOutcome, check_processes, count_processes, needs_package
+from benchmarks.measure import BenchMeter, Prepared, ReadyContender
 from benchmarks.real_heads import TEXTS, real_head
 from benchmarks.runs import BenchResult
+from benchmarks.tables import SHAPE, overview
 from flce.core import shard
 from flce.core.shard import shard_bounds
 from flce.tools.machine import DTYPES
@@ -48,13 +44,12 @@ class SplitCase(BenchCase):
     vocab: int
     processes: int
     sequence_parallel: bool = False  # each process has a share of the tokens
-    alone: bool = False  # no other process runs
     head: str = ""  # of `real_head`, for a training step of Megatron
     dtype: str = "bfloat16"
 
     @property
     def title(self) -> str:
-        more = ", sequence parallel" * self.sequence_parallel + ", one alone" * self.alone
+        more = ", sequence parallel" * self.sequence_parallel
         more += f", last stage, {self.head}" if self.head else ""
         return f"{self.tokens} x {self.hidden} x {self.vocab}, {self.dtype}, {self.processes} processes{more}"
 
@@ -76,8 +71,6 @@ class Operands:
         self.logits = self.states.new_empty(case.tokens, self.stop - self.start)
         if case.head:
             x, weight, self.target = real_head(case.head, (case.tokens, case.hidden, case.vocab), device)
-            if case.alone:  # No other process has the other targets.
-                self.target = self.target % (self.stop - self.start) + self.start
             self.x.data.copy_(x)
             self.weight.data.copy_(weight[self.start : self.stop])
             vars(self.weight)["main_grad"] = torch.zeros_like(self.weight, dtype=torch.float32)
@@ -111,17 +104,10 @@ def one_after_the_other(operands: Operands) -> object:
     return dx, dw
 
 
-def ours(operands: Operands, target: Tensor | None = None) -> StepOutcome:
-    case, target = operands.case, operands.target if target is None else target
+def ours(operands: Operands) -> StepOutcome:
+    case, call = operands.case, (operands.x, operands.weight, operands.target)
     group: dict[str, Any] = {"process_group": operands.group, "sequence_parallel": case.sequence_parallel}
-    loss = flce.fused_linear_cross_entropy(operands.x, operands.weight, target, vocab_size=case.vocab, **group)
-    return operands.run_backward(loss)
-
-
-def in_slice(operands: Operands, slices: int = 0) -> StepOutcome:
-    """Compute the loss with all targets in this process's shard, or in the shard `slices` further."""
-    width = max(1, operands.stop - operands.start)
-    return ours(operands, (operands.target % width + operands.start + slices * width) % operands.case.vocab)
+    return operands.run_backward(flce.fused_linear_cross_entropy(*call, vocab_size=case.vocab, **group))
 
 
 def of_logits(operands: Operands) -> StepOutcome:
@@ -193,20 +179,18 @@ def four_products(operands: Operands) -> object:
 
 
 C = SplitContender
-alone: dict[str, Any] = {"applies": lambda case, device: case.alone and not case.head}
-linked: dict[str, Any] = {"applies": lambda case, device: not case.alone and not case.head}
+whole_step: dict[str, Any] = {"applies": lambda case, device: not case.head}
 staged: dict[str, Any] = {"applies": lambda case, device: bool(case.head)}
-staged_linked: dict[str, Any] = {"applies": lambda case, device: bool(case.head) and not case.alone}
 # The others do not support sequence parallelism.
-all_tokens: dict[str, Any] = {"applies": lambda case, device: not (case.alone or case.sequence_parallel or case.head)}
+all_tokens: dict[str, Any] = {"applies": lambda case, device: not (case.sequence_parallel or case.head)}
 needs_liger = needs_package(LIGER_LOGITS, "liger-kernel")
 needs_fused = needs_package("liger_kernel.ops.fused_linear_scaled_cross_entropy", "liger-kernel")
 needs_megatron = needs_package(f"{MEGATRON}.tensor_parallel.cross_entropy", "megatron-core")
 needs_cce = needs_package("cut_cross_entropy.vocab_parallel", "its repository's cut-cross-entropy")  # 25.1.1 has none
 CONTENDERS = [
-    C("floor", "three bare products", "floor", products, applies=lambda case, device: not case.head),
+    C("floor", "three bare products", "floor", products, **whole_step),
     C("floor-of-tokens", "four bare products", "floor", four_products, **staged),
-    C("megatron", "Megatron's loss of logits", "stock", of_megatron, unavailable=needs_megatron, **staged_linked),
+    C("megatron", "Megatron's loss of logits", "peer", of_megatron, unavailable=needs_megatron, **staged),
     C("ours-of-tokens", "flce, then a sum", "ours", last_stage, **staged),
     C("ours-main-grad", "flce, into main_grad", "ours", partial(last_stage, **INTO_MAIN_GRAD), **staged),
     C(
@@ -216,10 +200,8 @@ CONTENDERS = [
         partial(last_stage, sample_below=2.0**-12, **INTO_MAIN_GRAD),
         **staged,
     ),
-    C("ours-inside", "flce, all targets in the slice", "ours", in_slice, **alone),
-    C("ours-outside", "flce, no target in the slice", "ours", lambda operands: in_slice(operands, 1), **alone),
-    C("floor-one-by-one", "products, gather and sum one after the other", "floor", one_after_the_other, **linked),
-    C("ours", "flce", "ours", ours, **linked),
+    C("floor-one-by-one", "products, gather and sum one after the other", "floor", one_after_the_other, **whole_step),
+    C("ours", "flce", "ours", ours, **whole_step),
     C("ours-logits", "logits in memory", "ours", of_logits, **all_tokens),
     C("liger-logits", "Liger, logits in memory", "peer", liger_of_logits, unavailable=needs_liger, **all_tokens),
     C("liger", "Liger, fused", "peer", liger_fused, unavailable=needs_fused, **all_tokens),
@@ -227,30 +209,14 @@ CONTENDERS = [
 ]
 
 
-def copied(x: Tensor, group: Any) -> Tensor:
-    """Return this process's tensor once for each process, instead of a gather."""
-    return x.expand(group.size(), *x.shape).contiguous()
-
-
 def prepare(case: SplitCase, device: torch.device) -> Prepared:
-    if case.alone:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.processes)
-        # Collectives return at once: a gather, and a check of the arguments, which would communicate.
-        mock.patch("flce.engine.shards.all_gather", copied).start()
-        mock.patch("flce.ops.vocabulary_parallel.can_read_values", return_value=False).start()
     operands, number = Operands(case, device), torch.zeros(1, device=device)
-    meter = BenchMeter(device, do_nothing if case.alone else lambda: dist.all_reduce(number), HEAD_START)
+    meter = BenchMeter(device, lambda: dist.all_reduce(number), HEAD_START)
 
     def get_ready(contender: SplitContender, result: BenchResult) -> ReadyContender:
         outcome, sample = meter.warm_up(lambda: contender.step(operands))
         if isinstance(outcome, StepOutcome) and outcome.loss is not None:
-            # Alone, no other process adds to dX of a sequence-parallel call: it is memory that nobody wrote to.
-            written = outcome[:1] if case.alone else outcome[:3]
-            if not all(bool(t.isfinite().all()) for t in written if t is not None):
+            if not all(bool(t.isfinite().all()) for t in outcome[:3] if t is not None):
                 raise ArithmeticError("a result is not finite")
             result.loss, result.workspace_bytes = float(outcome.loss), sample.workspace_bytes
         return ReadyContender(lambda: contender.step(operands))
@@ -260,31 +226,26 @@ def prepare(case: SplitCase, device: torch.device) -> Prepared:
 
 SHAPES = [(8192, 8192, 128256), (16384, 4096, 128256), (8192, 4096, 128256)]
 SEQUENCE_PARALLEL = SplitCase(65536, 8192, 128256, 0, True)
-TINY = [SplitCase(64, 32, 1000, 0, several, dtype="float32") for several in (False, True)]
 LAST_STAGE = SplitCase(8192, 4096, 128256, 0, head="zipf 6")
 LAST_STAGES = [LAST_STAGE, *(replace(LAST_STAGE, vocab=262144, head=f"gemma3 {text}") for text in TEXTS)]
-LAST_STAGES_TINY = [replace(LAST_STAGE, tokens=64, hidden=32, vocab=1000)]
+STAGE_TINY = replace(LAST_STAGE, tokens=64, hidden=32, vocab=1000)
+TINY = [*(SplitCase(64, 32, 1000, 0, several, dtype="float32") for several in (False, True)), STAGE_TINY]
 
 
-def cases(large: bool) -> list[SplitCase]:
-    """Return the cases of the process group, or of one of 2, 4 and 8 processes."""
-    here = dist.is_initialized()
-    found = [SplitCase(*shape, 0) for shape in SHAPES] + [SEQUENCE_PARALLEL] * here if large else TINY
-    counts = [dist.get_world_size()] if here else (2, 4, 8)
-    return [replace(case, processes=count, alone=not here) for count in counts for case in found]
+def of_all_processes(cases: list[SplitCase], rounds: int = 9, seconds: float = 10.0) -> Plan:
+    """Return the cases of the process group."""
+    return plan_cases([replace(case, processes=count_processes()) for case in cases], rounds, seconds)
 
 
-def last_stages(stages: list[SplitCase]) -> list[SplitCase]:
-    """Return the cases for the process group, or for one of 2 processes."""
-    here = dist.is_initialized()
-    return [replace(case, processes=dist.get_world_size() if here else 2, alone=not here) for case in stages]
+def contenders(case: SplitCase) -> list[SplitContender]:
+    check_processes()
+    return CONTENDERS
 
 
 PRESETS: dict[str, Callable[[], Plan]] = {
-    "tiny": lambda: plan_cases(cases(large=False), rounds=2, seconds=1.0),
-    "h200": lambda: plan_cases(cases(large=True), rounds=9, seconds=10.0),
-    "last-stage": lambda: plan_cases(last_stages(LAST_STAGES), rounds=9, seconds=10.0),
-    "last-stage-tiny": lambda: plan_cases(last_stages(LAST_STAGES_TINY), rounds=2, seconds=1.0),
+    "tiny": lambda: of_all_processes(TINY, rounds=2, seconds=1.0),
+    "h200": lambda: of_all_processes([*(SplitCase(*shape, 0) for shape in SHAPES), SEQUENCE_PARALLEL]),
+    "last-stage": lambda: of_all_processes(LAST_STAGES),
 }
 
 SPLIT_HEAD = replace(
@@ -294,11 +255,9 @@ SPLIT_HEAD = replace(
     case_type=SplitCase,
     sizes="tokens,hidden,vocab,processes",
     presets=PRESETS,
-    contenders=lambda case: CONTENDERS,
+    contenders=contenders,
     prepare=prepare,
-    tables=operator.shape_tables,
-    figure=None,
-    targets=None,
+    tables=overview("Median ms, workspace MiB", SHAPE, operator.figures, operator.table),
     choices={},
-    defaults=({"alone": True},),
+    defaults=({},),
 )

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import flce
 from benchmarks.benchmark import Plan, plan_cases
-from benchmarks.cases import needs_package
+from benchmarks.cases import check_processes, count_processes, needs_package
 from benchmarks.measure import BenchMeter, Prepared, ReadyContender, Sample, do_nothing, release
 from benchmarks.models import (
     ARCHITECTURES,
@@ -56,8 +57,6 @@ def by_accelerate(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
 
 def by_pytorch(model: Any, batch: torch.Tensor) -> TrainingStep:
     """Divide the model by FSDP2 within each half of the processes. Units are decoder layers and the other modules."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh(batch.device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     return shard_units(model, batch, mesh)
 
@@ -73,16 +72,13 @@ def shard_units(model: Any, batch: torch.Tensor, mesh: Any) -> TrainingStep:
 
 def by_pytorch_in_pairs(model: Any, batch: torch.Tensor) -> TrainingStep:
     """Divide each layer over pairs of processes by tensor parallelism, and the model over the pairs by FSDP2."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh(batch.device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("shard", "tp"))
     columns = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"
-    styles = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(
-        ("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel()
-    )
-    plan: dict[str, Any] = {f"model.layers.*.{name}": style for name, style in styles.items()}
+    plan: dict[str, Any] = {f"model.layers.*.{name}": ColwiseParallel() for name in columns}
+    plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
     plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
     plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(model, mesh["tp"], plan)
@@ -147,7 +143,7 @@ class WrappedCase(ModelCase):
 
 
 def divided(case: ModelCase, name: str) -> WrappedCase:
-    way, world = WAYS[name], dist.get_world_size() if dist.is_initialized() else 1
+    way, world = WAYS[name], count_processes()
     processes = f" for every {way.together or world} of {world} processes, {way.title}"
     dtype = way.dtype if torch.cuda.is_available() else "float32"
     values = {**vars(case), "dtype": dtype, "processes": processes, "optimizer": "adamw"}
@@ -165,8 +161,7 @@ def record(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
 
 
 def contenders(case: WrappedCase) -> list[ModelContender]:
-    if not dist.is_initialized():
-        raise ValueError("several processes take part: start them by python -m torch.distributed.run -m benchmarks")
+    check_processes()
     way, found = WAYS[case.way], contenders_of(case)
     return [replace(c, unavailable=way.missing) for c in found] if way.missing(torch.device("cpu")) else found
 

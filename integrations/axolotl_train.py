@@ -22,7 +22,7 @@ from demo import (
     excerpts,
     has_gpu,
     need_packages,
-    record_accelerate_losses,
+    record_losses,
     save_model,
     tiny_tokenizer,
 )
@@ -64,7 +64,7 @@ def train(patched: bool, steps: int, lora: bool = False) -> Curve:
     from axolotl.cli.config import load_cfg
     from axolotl.cli.train import do_train
 
-    with tempfile.TemporaryDirectory() as name, record_accelerate_losses() as curve:
+    with tempfile.TemporaryDirectory() as name, record_losses() as curve:
         file = Path(name, "flce.yaml")
         file.write_text(json.dumps(configuration(Path(name), patched, steps, lora)))  # JSON is YAML
         do_train(load_cfg(str(file)), TrainerCliArgs())

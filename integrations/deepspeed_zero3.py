@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import accelerate_fsdp2
-from demo import Curve, compare_runs, curve_trainer, examples, has_gpu, need_packages, record_curve, trainer_settings
+import qlora
+from demo import Curve, compare_runs, examples, has_gpu, need_packages, record_curve
 from flce.testing import tiny_model
 from processes import average_over_processes, run_in_two_processes
 
@@ -75,22 +76,9 @@ def train_with_accelerate(patched: bool, steps: int, zero: dict[str, Any]) -> Cu
 
 
 def train_with_trainer(patched: bool, steps: int, zero: dict[str, Any]) -> Curve:
-    from transformers import Trainer, TrainingArguments
-
-    from flce.huggingface import FlceCallback
-
-    def create_trainer(patched: bool, folder: str) -> Any:
-        config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}
-        return curve_trainer(Trainer)(
-            model=tiny_model(),
-            args=TrainingArguments(
-                **trainer_settings(folder, steps), deepspeed={**config, "zero_allow_untested_optimizer": True}
-            ),
-            train_dataset=examples(4 * 50),
-            callbacks=[FlceCallback()] if patched else [],  # the only difference
-        )
-
-    return average_over_processes(record_curve(create_trainer, patched))
+    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}
+    arguments = {"model": tiny_model(), "steps": steps, "deepspeed": {**config, "zero_allow_untested_optimizer": True}}
+    return average_over_processes(record_curve(qlora.create_trainer, patched, **arguments))
 
 
 def run_process(steps: int, stage: int, by: str) -> int:

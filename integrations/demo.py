@@ -28,7 +28,7 @@ from unittest import mock
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import track
 from rich.table import Table
 
 import flce
@@ -172,25 +172,6 @@ class Curve:
         self.fused.append(is_fused(loss))
 
 
-@functools.cache
-def curve_trainer(trainer: Any) -> Any:
-    """Return a subclass of a `Trainer` that records each loss in `curve`. The log of a trainer has only averages."""
-    import torch
-
-    class CurveTrainer(trainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.curve = Curve()
-            super().__init__(*args, **kwargs)
-
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            result = super().compute_loss(*args, **kwargs)
-            if torch.is_grad_enabled():  # not in evaluation
-                self.curve.add(result[0] if isinstance(result, tuple) else result)
-            return result
-
-    return CurveTrainer
-
-
 @contextlib.contextmanager
 def trl_installed(patched: bool) -> Iterator[None]:
     """Install flce in TRL's trainers inside the context, if `patched`."""
@@ -205,8 +186,8 @@ def trl_installed(patched: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def record_accelerate_losses() -> Iterator[Curve]:
-    """Record the loss of each backward pass of Accelerate, for libraries that create their `Trainer` themselves."""
+def record_losses() -> Iterator[Curve]:
+    """Record the loss of each backward pass of Accelerate, and so of a `Trainer`, whose log has only averages."""
     from accelerate import Accelerator
 
     curve, stock = Curve(), Accelerator.backward
@@ -227,11 +208,10 @@ def save_model(folder: Path, architecture: str = "Qwen3", **sizes: Any) -> Path:
 
 
 def record_curve(create_trainer: Callable[..., Any], patched: bool, **arguments: Any) -> Curve:
-    """Create a trainer of `curve_trainer` in a temporary folder, train, and return the losses."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = create_trainer(patched, folder, **arguments)
-        trainer.train()
-        return trainer.curve
+    """Create a trainer in a temporary folder, train, and return the losses."""
+    with tempfile.TemporaryDirectory() as folder, record_losses() as curve:
+        create_trainer(patched, folder, **arguments).train()
+    return curve
 
 
 def trainer_settings(folder: str, steps: int) -> dict[str, Any]:
@@ -298,12 +278,13 @@ class TrainingRun:
         return 1e3 * statistics.median(self.seconds)
 
 
-def train(load: Callable[[], Any], batches: Tensor, rate: float, patched: bool) -> Iterator[TrainingRun]:
-    """Yield the run after each training step, and at last after one more step whose memory is recorded."""
+def train(load: Callable[[], Any], batches: Tensor, rate: float, patched: bool) -> TrainingRun:
+    """Train a model, then record the memory of one more step."""
     import torch
 
     from benchmarks.memory import profile_memory
 
+    gc.collect()  # frees the model of the run before
     model, run = load().to(batches.device).train(), TrainingRun()
     if patched:
         flce.patch_model(model)  # the only difference
@@ -317,39 +298,16 @@ def train(load: Callable[[], Any], batches: Tensor, rate: float, patched: bool) 
         optimizer.zero_grad()
         return float(loss.item())  # waits for the device
 
-    for ids in batches:
+    for ids in track(batches, PATCHED if patched else STOCK, console=Console(stderr=True)):
         start = time.perf_counter()
         run.losses.append(step(ids))
         run.seconds.append(time.perf_counter() - start)
-        yield run
     states = [value for state in optimizer.state.values() for value in state.values()]
     state_bytes = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
     recorded = [profile_memory(lambda: step(batches[-1]), batches.device) for _ in range(3)]
     run.memory = min(recorded, key=lambda profile: profile.samples[-1][0])  # the first recording is slow
     run.peak_bytes = state_bytes + run.memory.peak
-    yield run
-
-
-def train_both(load: Callable[[], Any], batches: Tensor, rate: float, take_turns: bool) -> dict[str, TrainingRun]:
-    """Train stock and patched: step by step in turn, or one after the other if only one model fits in memory."""
-    runs: dict[str, TrainingRun] = {}
-    bar = TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
-    console, some = Console(stderr=True), max(1, len(batches) // 10)
-    with Progress(
-        *bar, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as progress:
-        tasks = {name: progress.add_task(name, total=len(batches), state="waiting") for name in NAMES}
-        for names in [NAMES] if take_turns else [(STOCK,), (PATCHED,)]:
-            trainings = {name: train(load, batches, rate, name == PATCHED) for name in names}
-            for _, (name, training) in itertools.product(range(len(batches) + 1), trainings.items()):
-                run = runs[name] = next(training)
-                done, state = len(run.losses), f"loss {run.losses[-1]:.4f}"
-                progress.update(tasks[name], completed=done, state=state)
-                if not console.is_terminal and done % some == 0 and not run.peak_bytes:  # a file gets lines
-                    print(f"{name}: step {done}/{len(batches)}, {state}", file=sys.stderr, flush=True)
-            del training, trainings  # frees the models
-            gc.collect()
-    return runs
+    return run
 
 
 def draw(file: Path, title: str, runs: dict[str, TrainingRun]) -> None:
@@ -358,19 +316,14 @@ def draw(file: Path, title: str, runs: dict[str, TrainingRun]) -> None:
 
     from benchmarks.memory import COLOURS
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    curves, speed = figure.subplots(1, 2, width_ratios=[3, 1])
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    curves = figure.subplots()
     for name, colour, width, line in zip(NAMES, COLOURS, (5, 1.5), ("-", "--"), strict=True):
         losses = runs[name].losses
         curves.plot(range(1, len(losses) + 1), losses, line, color=colour, linewidth=width, label=name)
-    curves.set(title="Loss", xlabel="step", ylabel="cross-entropy")
+    curves.set(title=title, xlabel="step", ylabel="loss")
     curves.xaxis.set_major_locator(MaxNLocator(integer=True))
     curves.legend(frameon=False)
-    bars = speed.bar(NAMES, [runs[name].step_ms for name in NAMES], color=COLOURS)
-    speed.bar_label(bars, fmt="{:,.0f}", padding=2)
-    speed.margins(y=0.1)  # room for the labels of the bars
-    speed.set_title("Time per step, ms")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
 
@@ -404,7 +357,7 @@ def main(
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Its layers.", show_default="2; GPU: 4")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
-    output: Annotated[Path, typer.Option(help="Picture of losses and time.")] = Path("demo.png"),
+    output: Annotated[Path, typer.Option(help="Picture of the losses.")] = Path("demo.png"),
     memory_picture: Annotated[Path, typer.Option(help="Picture of memory over one step.")] = Path("demo-memory.png"),
 ) -> None:
     """Fine-tune a causal LM twice, stock and patched by flce, and compare loss, memory and time.
@@ -437,7 +390,9 @@ def main(
         tokenizer = AutoTokenizer.from_pretrained(source) if source else tiny_tokenizer(vocab_size)
         shape = steps, batch_size, length
         batches = torch.from_numpy(token_batches(read_documents(text), tokenizer, shape, seed))
-        runs = train_both(load, batches.to("cuda" if gpu else "cpu"), rate, take_turns=model is None and not gpu)
+        batches = batches.to("cuda" if gpu else "cpu")
+        # One after the other, so that only one model must fit in memory.
+        runs = {name: train(load, batches, rate, patched=name == PATCHED) for name in NAMES}
     except (OSError, ValueError) as error:
         cannot_run(f"{error}")
     title = f"{model or 'A small Qwen3'}, {shape[0]} steps of {batch_size} x {length} tokens"

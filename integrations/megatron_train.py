@@ -81,13 +81,12 @@ def train(patched: bool, steps: int) -> Curve:
 
 
 def run_process(steps: int) -> int:
+    import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     dist.init_process_group("nccl" if has_gpu() else "gloo")
     if has_gpu():
-        import torch
-
         torch.cuda.set_device(dist.get_rank())
     parallel_state.initialize_model_parallel(dist.get_world_size())
     name = f"Megatron-Core, {dist.get_world_size()} tensor-parallel processes"

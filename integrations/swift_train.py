@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from demo import Curve, compare_runs, excerpts, has_gpu, need_packages, record_accelerate_losses, save_model
+from demo import Curve, compare_runs, excerpts, has_gpu, need_packages, record_losses, save_model
 
 PLUGIN = Path(__file__).with_name("swift_plugin.py")
 
@@ -52,7 +52,7 @@ def train(patched: bool, steps: int, lora: bool = False) -> Curve:
     # These imports take seconds. They are here so that --help is fast.
     from swift import SftArguments, sft_main
 
-    with tempfile.TemporaryDirectory() as name, record_accelerate_losses() as curve:
+    with tempfile.TemporaryDirectory() as name, record_losses() as curve:
         sft_main(SftArguments(**arguments(Path(name), patched, steps, lora)))
     return curve
 

@@ -10,7 +10,7 @@ The script trains the same small model with torchtune's loss and with flce, and 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import runpy
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,12 +28,7 @@ def recipe() -> Any:
     import torchtune
 
     file = Path(torchtune.__file__).parents[1] / "recipes/full_finetune_single_device.py"
-    spec = importlib.util.spec_from_file_location("full_finetune_single_device", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.FullFinetuneRecipeSingleDevice
+    return runpy.run_path(str(file))["FullFinetuneRecipeSingleDevice"]
 
 
 def tokenizer() -> Any:

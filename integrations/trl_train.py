@@ -19,7 +19,6 @@ import typer
 from demo import (
     Curve,
     compare_runs,
-    curve_trainer,
     excerpts,
     need_packages,
     record_curve,
@@ -57,8 +56,8 @@ def create_trainer(patched: bool, folder: str, *, steps: int, by: str = "sft", l
     if by == "dpo":
         args = DPOConfig(**{**settings, "learning_rate": 1e-4, **more})
         data = preferences(4 * steps)
-        return curve_trainer(DPOTrainer)(ref_model=tiny_model(), args=args, train_dataset=data, **common)
-    return curve_trainer(SFTTrainer)(
+        return DPOTrainer(ref_model=tiny_model(), args=args, train_dataset=data, **common)
+    return SFTTrainer(
         args=SFTConfig(**{**settings, **more}),
         train_dataset=Dataset.from_dict({"text": excerpts(4 * steps)}),
         peft_config=LoraConfig(target_modules="all-linear", lora_dropout=0.0) if lora else None,

@@ -94,10 +94,8 @@ def by_frequency(values: Tensor, counts: Tensor) -> dict[str, float]:
     return {name: values[group].mean().item() for name, group in groups.items()}
 
 
-def fine_tune(
-    name: str, runs: list[str], steps: int, tokens: int, lora: bool, device: str
-) -> dict[str, dict[str, Any]]:
-    """Return figures of each run. Changes of rows are compared with the first run's."""
+def fine_tune(name: str, steps: int, tokens: int, lora: bool, device: str) -> dict[str, dict[str, Any]]:
+    """Return figures of each run."""
     stock, tokenizer = real_models.load(name)
     if lora:
         from peft import LoraConfig, get_peft_model
@@ -110,9 +108,7 @@ def fine_tune(
     counts, code = texts["training"].flatten().bincount(minlength=len(weight)), texts["code"]
     order = torch.randperm(steps * BATCH, generator=torch.Generator().manual_seed(0)).to(device)
     found: dict[str, dict[str, Any]] = {}
-    first_change = None
-    for run in runs:
-        options = RUNS[run]
+    for run, options in RUNS.items():
         model, start = copy.deepcopy(stock), time.monotonic()
         rows = texts["training"][order if run == OTHER_ORDER else slice(None)]
         losses, dense = train(model, rows.view(steps, BATCH, -1), 5e-4 if lora else 5e-5, options)
@@ -127,10 +123,7 @@ def fine_tune(
         }
         if not lora:
             change = model.get_output_embeddings().weight.detach() - weight
-            first_change = change if first_change is None else first_change
             found[run]["change of rows"] = by_frequency(change.norm(dim=1) / weight.norm(dim=1), counts)
-            cosines = F.cosine_similarity(change, first_change, dim=1)
-            found[run]["cosine with the change by stock"] = by_frequency(cosines, counts)
         found[run] |= {"dense steps": dense, "seconds": seconds, "losses": losses}
         print(run, {key: value for key, value in found[run].items() if key != "losses"}, flush=True)
     return found
@@ -140,7 +133,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=list(real_models.MODELS))
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16")
-    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--tokens", type=int, default=1024, help="of each of the 4 sequences of a step")
     parser.add_argument("--device", default="cuda")

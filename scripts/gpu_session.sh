@@ -1,14 +1,12 @@
 #!/usr/bin/env bash
 # Tests and benchmarks that need a GPU, in calls of less than nine minutes.
 #
-#   scripts/gpu_session.sh             gpu-tests operator rows logits model-short; results in ./results, or in $OUT
+#   scripts/gpu_session.sh             gpu-tests operator rows model-short; results in ./results, or in $OUT
 #   scripts/gpu_session.sh PART...     only these parts:
 #     gpu-tests    the tests that need a GPU; a minute or two
 #     tests        all tests, on the GPU; seven minutes
 #     older        the tests of kernels with the code and the launches of an A100 and of an RTX 4090, on a newer GPU
-#     operator     targets of the operator, its exactness, and the peers; about five minutes
-#     targets      only the targets; fails if a workspace differs from its plan
-#     peers        only the exactness and the peers
+#     operator     targets of the operator; fails if a workspace differs from its plan; four minutes
 #     rivals       the newest kernels of PyTorch, Liger and QuACK, and flce in their workspace; three minutes
 #     calls        small calls and a large one: from an idle GPU, in a CUDA graph, and of the host; two minutes
 #     exact        logits that are never rounded, rounded logits, torch.compile; without fused products; three minutes
@@ -17,8 +15,6 @@
 #                  settings, the picture of memory over a step; eight minutes, in a separate call
 #     model-pages  of the part pages only the training steps; three minutes and a half
 #     model-short  training steps of a whole model, 4 x 8192 tokens
-#     model        training steps of whole models; in a separate call
-#     logits       losses of rows as long as vocabularies; half a minute
 #     rows         losses and softmaxes of rows in memory, over their length; about four minutes
 #     logprobs     linear_logprobs, bare products, and kernels of TRL, Liger and verl; two minutes and a half
 #     divergence   linear_divergence, bare products, and kernels of TRL and Liger; two minutes
@@ -26,8 +22,7 @@
 #                  tests; six minutes
 #     float32-head  linear_logprobs and its error beside a head in bfloat16, float32 and TF32; a minute
 #     sampled-logprobs  linear_logprobs with sampled gradients on a real head, and errors; two minutes
-#     sampled-training  five seeds of a small model, Gemma 3 270M and SmolLM2 135M with LoRA: stock, flce, and sampled
-#                  gradients; four minutes
+#     sampled-training  Gemma 3 270M and SmolLM2 135M with LoRA: stock, flce, and sampled gradients; three minutes
 #     sampled-grpo  a GRPO training step of trained models, also with sampled gradients; two minutes
 #     real-models  training steps of Gemma 3 270M and SmolLM2 135M, and of a model of 1B that is trained first, also with
 #                  sampled gradients; three minutes
@@ -35,16 +30,16 @@
 #     sanitize     the tests of kernels under compute-sanitizer, memcheck and racecheck, after memcheck has found a planted
 #                  write; in a separate call
 #     distributed  any number of GPUs: the tests of several processes, split-head, wrapped; eight minutes
-#     split-head   a head that is divided over GPUs, alone and with links
+#     split-head   a head that is divided over GPUs
 #     wrapped      a model that is divided by FSDP2, TP, both, HSDP and ZeRO-3: stock, patched and with Liger's loss
-#     several      split-head with links, wrapped, the recipes for FSDP2 and ZeRO-3; six minutes
+#     several      split-head, wrapped, the recipes for FSDP2 and ZeRO-3; six minutes
 #     small-card   the longest sequences that train on a simulated card of 24 GB; five minutes, in a separate call
 #
 # If a part fails, the next part still runs; the exit status is then 1. If time is short, the last parts are left out. In the environment:
 #   PYTHON    the Python to use (python3), with torch, triton, pytest, typer and matplotlib; for models also transformers
 #   WORKERS   processes of the tests (as many as cores and as 9 GiB of the GPU's memory, 16 at most)
 #   PRESET    preset of the benchmarks: h200, or "tiny", which also runs without a GPU
-#   ARGS      more arguments for the benchmark of models, such as "--set budgets_mib=512 --set optimizer=sgd"
+#   ARGS      more arguments for model-short, such as "--set budgets_mib=512 --set optimizer=sgd"
 #   WHEELS    folder with wheels of peers (.whl), installed for this run only
 #   SECONDS_ALL       limit of all parts together (525)
 #   SANITIZE_SECONDS  limit of the tests under compute-sanitizer (500)
@@ -56,7 +51,7 @@ out=${OUT:-results}
 python=${PYTHON:-python3}
 preset=${PRESET:-h200}
 wheels=${WHEELS:-.whl}
-parts=${*:-gpu-tests operator rows logits model-short}
+parts=${*:-gpu-tests operator rows model-short}
 all=${SECONDS_ALL:-525}
 
 mkdir -p "$out" || exit
@@ -106,16 +101,16 @@ benchmark() {
         --deadline $((limit - ${LATE:-20})) --out "$out/$result.json" "$@"
 }
 
-# report NAME OPTION: writes tables and picture of a result, and with the option its summary. In the background, because
-# most of the time is the start of libraries.
+# report NAME: writes tables, summary and picture of a result. In the background, because most of the time is the start of
+# libraries.
 reports=()
 report() {
     local command=$1 result=$out/$1.json
     "$python" -m benchmarks table "$result" --out "$out/$command.md" &
     reports+=($!)
-    "$python" -m benchmarks table "$result" "$2" >"$logs/$command.summary" &
+    "$python" -m benchmarks table "$result" --brief >"$logs/$command.summary" &
     reports+=($!)
-    [[ "$command" =~ ^(curve|operator|rows)$ ]] || return
+    [ "$command" = curve ] || return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
     reports+=($!)
 }
@@ -269,9 +264,7 @@ for name in $parts; do
             part older "$(within 520)" "$python" -m pytest -q -rP --tb=short -p no:cacheprovider tests/backends/test_older.py
             ;;
         sanitize) sanitize "$(within "${SANITIZE_SECONDS:-500}")" ;;
-        operator) benchmark operator operator h200 260 ;;
-        targets) benchmark operator operator targets 240 ;;
-        peers) benchmark operator operator peers 500 ;;
+        operator) benchmark operator operator targets 240 ;;
         calls) benchmark calls operator h200-small 145 ;;
         rivals) benchmark rivals operator h200-rivals 240 ;;
         curve) benchmark curve operator h200-curve 240 ;;
@@ -285,17 +278,13 @@ for name in $parts; do
         model-pages) benchmark model model h200-pages 225 ;;
         # shellcheck disable=SC2086  # several arguments
         model-short) benchmark model model h200-short 100 ${ARGS:-} ;;
-        # shellcheck disable=SC2086
-        model) benchmark model model h200 500 ${ARGS:-} ;;
-        logits) benchmark logits rows h200-logits 80 ;;
         distributed)
             OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
                 "$python" -m pytest -q --tb=short --maxfail=12 --durations=8 -p no:cacheprovider tests/distributed
-            benchmark split-head split-head h200 120
             linked split-head 120
             linked wrapped 170
             ;;
-        split-head) benchmark split-head split-head h200 120; linked split-head 120 ;;
+        split-head) linked split-head 120 ;;
         wrapped) linked wrapped 170 ;;
         several)
             linked split-head 120
@@ -313,16 +302,11 @@ for name in $parts; do
             benchmark sampled operator sampled 300
             ;;
         float32-head) benchmark float32-head logprobs float32-head 120 ;;
-        sampled-logprobs)
-            benchmark sampled-logprobs logprobs sampled 120
-            part sampled-errors "$(within 60)" "$python" scripts/sampled_errors.py --out "$out/sampled-errors.txt"
-            ;;
+        sampled-logprobs) benchmark sampled-logprobs logprobs sampled 150 ;;
         sampled-training)
             part gemma3 "$(within 150)" "$python" scripts/fine_tune_alike.py gemma3 --out "$out/gemma3.json"
             part smollm2-lora "$(within 100)" \
                 "$python" scripts/fine_tune_alike.py smollm2 --lora --out "$out/smollm2-lora.json"
-            part seeds "$(within 150)" \
-                "$python" scripts/train_alike.py --weights-and-data --steps 400 --out "$out/train-seeds.json"
             ;;
         sampled-grpo) benchmark sampled-grpo grpo sampled 150 ;;
         real-models) benchmark real-models model real-models 220 ;;
@@ -332,13 +316,10 @@ for name in $parts; do
 done
 
 measured=()
-for name in model real-models grpo sampled-grpo logits rows logprobs divergence float32-head sampled sampled-logprobs calls rivals exact curve operator; do
+for name in model real-models grpo sampled-grpo rows logprobs divergence float32-head sampled sampled-logprobs calls rivals exact curve operator; do
     [ -f "$out/$name.json" ] || continue
     measured+=("$logs/$name.summary")
-    case $name in
-        logprobs | divergence | rivals | exact | operator) report "$name" --targets ;;
-        *) report "$name" --brief ;;
-    esac
+    report "$name"
 done
 for process in "${reports[@]}"; do wait "$process" || failed=1; done
 

@@ -75,7 +75,6 @@ def test_a_small_run(kind, tmp_path, monkeypatch):
     assert "(liger" in whole.partition("Not measured: ")[2]
     assert invoke("table", path, "--brief", "--out", path.with_suffix(".md")).exit_code == 0
     assert len(path.with_suffix(".md").read_text()) < len(whole)
-    assert invoke("table", path, "--targets").exit_code == (2 if benchmark.targets is None else 0)
     with pytest.raises(ValueError, match="no results of 'wrapped'"):
         BENCHMARKS["wrapped"].load(path)
 
@@ -104,7 +103,7 @@ def test_quick(tmp_path, monkeypatch):
         ("operator --shape 8,4", "tokens,hidden,vocab as 3 positive numbers"),
         ("operator --shape 8,4,16 --set contenders=nobody", "there are"),
         ("operator --shape 8,4,16 --device abacus", "there is no device 'abacus' here"),
-        ("operator --shape 8,4,16 --set time=false", "nothing to measure"),
+        ("rows --shape 8,16 --set operation=softmax --set direction=sideways", "nothing to measure"),
         ("model --set model=GPT-9 --shape 1,8", "Llama-3.2-1B"),
         ("rows --preset tiny --set errors=true", "rows: no field 'errors'; expected one of rows, columns"),
         ("wrapped --preset tp", "several processes take part"),
@@ -119,7 +118,7 @@ def test_wrong_arguments_are_explained(command, message, tmp_path):
     assert not (tmp_path / "none.json").exists()
 
 
-@pytest.mark.parametrize("name, exit_code", [("cpu", 0), ("h200-rows", 0), ("model-h200", 2)])
+@pytest.mark.parametrize("name, exit_code", [("cpu", 0), ("h200-rows", 2), ("model-h200", 2)])
 def test_committed_results_have_tables_and_pictures(name, exit_code, tmp_path):
     assert "not known, no call of flce was measured twice" in invoke("table", RESULTS / f"{name}.json").output  # then
     assert invoke("plot", RESULTS / f"{name}.json", "--out", tmp_path / "picture.png").exit_code == exit_code

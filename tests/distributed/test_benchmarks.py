@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from benchmarks.cases import AgreedEffort
 from benchmarks.split_head import SPLIT_HEAD, SplitCase
 from benchmarks.wrapped import SMALL, WRAPPED, divided
 from tests.distributed.training import device
-from tests.processes import World, in_processes, skip_with_fewer_gpus
+from tests.processes import in_processes, skip_with_fewer_gpus
 
 
 def check_way(way, seconds=500.0):
@@ -64,25 +61,3 @@ def test_a_divided_head(sequence_parallel):
     tolerance = 1e-3 if torch.cuda.device_count() > 1 else 1e-4  # logits in memory are rounded to bfloat16
     assert losses == {name: pytest.approx(losses["ours"], rel=tolerance) for name in losses}
     assert all(result.status == ("ok" if result.samples_ms else "unavailable") for result in found.values())
-
-
-def test_one_process(tmp_path: Path):
-    """Run the benchmark in a new process, because it leaves a simulated process group."""
-    with contextlib.closing(World(1)) as world:
-        (names,) = world.run(run_benchmark, str(tmp_path / "run.json"))
-    document = json.loads((tmp_path / "run.json").read_text())
-    assert [case["case"]["processes"] for case in document["cases"]] == [2, 2, 4, 4, 8, 8]
-    assert names == ["floor", "ours-inside", "ours-outside", "ours-inside-again"]
-
-
-def run_benchmark(out: str) -> list[str]:
-    from typer.testing import CliRunner
-
-    from benchmarks.cli import app
-
-    dist.destroy_process_group()
-    done = CliRunner().invoke(app, ["split-head", "--preset", "tiny", "--device", "cpu", "--rounds", "1", "--out", out])
-    assert done.exit_code == 0, done.output
-    dist.destroy_process_group()
-    (*_, entry) = SPLIT_HEAD.load(Path(out)).cases
-    return [result.contender for result in entry.results]

@@ -45,7 +45,7 @@ def make_trainer(
     **arguments: Any,
 ) -> Any:
     """Return a trainer of the tiny model. `arguments` are `TrainingArguments`, `trainer` arguments of `Trainer`."""
-    return demo.curve_trainer(transformers.Trainer)(
+    return transformers.Trainer(
         model=tiny_model() if model is None else model,
         args=transformers.TrainingArguments(**{**demo.trainer_settings(folder, steps), **arguments}),
         train_dataset=demo.examples(4 * 50),
@@ -108,9 +108,10 @@ def test_a_model_split_over_devices(tmp_path, head):
     for patched in (False, True):
         model = accelerate.dispatch_model(tiny_model(), {**places, "lm_head": head})
         trainer = make_trainer(patched, str(tmp_path), steps=STEPS, model=model)
-        trainer.train()
-        curves.append(trainer.curve)
-    assert_agree(*curves)
+        with demo.record_losses() as curve:
+            trainer.train()
+        curves.append(curve)
+    assert_agree(curves[0], curves[1])
 
 
 @pytest.mark.usefixtures("fail_on_materialize", "one_gpu")
@@ -155,8 +156,9 @@ def test_auto_find_batch_size(tmp_path):
                 raise RuntimeError("CUDA out of memory.")
 
         trainer.model.register_forward_pre_hook(check_size, with_kwargs=True)
-        trainer.train()
-        return trainer.curve, sizes[-1]
+        with demo.record_losses() as curve:
+            trainer.train()
+        return curve, sizes[-1]
 
     (stock, size), (patched, patched_size) = run(False), run(True)
     assert size == patched_size <= 2
@@ -220,16 +222,17 @@ def test_save_and_resume(tmp_path):
 
     def run(folder: Any, steps: int, resume: bool = False) -> Any:
         trainer = make_trainer(True, str(folder), steps=steps, save_strategy="steps", save_steps=2)
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
+        with demo.record_losses() as curve:
+            trainer.train(resume_from_checkpoint=resume)
+        return trainer, curve
 
-    full = run(tmp_path / "full", 4)
+    full, curve = run(tmp_path / "full", 4)
     run(tmp_path / "parts", 2)
     # The scheduler is linear in `steps`, so the run resumes from a checkpoint of the full run.
     (tmp_path / "full" / "checkpoint-4").rename(tmp_path / "last")
-    resumed = run(tmp_path / "full", 4, resume=True)
-    assert resumed.curve.losses == pytest.approx(full.curve.losses[2:], abs=1e-5)
-    assert all(resumed.curve.fused)
+    _, rest = run(tmp_path / "full", 4, resume=True)
+    assert rest.losses == pytest.approx(curve.losses[2:], abs=1e-5)
+    assert all(rest.fused)
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "last")
     assert not flce.is_patched(reloaded)
     for name, tensor in full.model.state_dict().items():
@@ -303,8 +306,9 @@ class TestCallback:
             trainer = make_trainer(False, str(tmp_path), steps=2, **arguments, trainer={"callbacks": callbacks})
             if instead == "a hook":
                 trainer.model.get_output_embeddings().weight.register_hook(torch.clone)
-            trainer.train()
-            results.append((trainer.curve, [parameter.detach() for parameter in trainer.model.parameters()]))
+            with demo.record_losses() as curve:
+                trainer.train()
+            results.append((curve, [parameter.detach() for parameter in trainer.model.parameters()]))
         assert_agree(results[0][0], results[1][0])
         torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-5, atol=1e-6)
         assert not any(added) if instead else added == [0, 1, 1] * 2

@@ -10,7 +10,7 @@ import torch
 
 import flce
 import real_models
-from demo import Curve, curve_trainer, max_difference, record_curve, trainer_settings, trl_installed
+from demo import Curve, max_difference, record_curve, trainer_settings, trl_installed
 
 STEPS, TOKENS = 20, 128
 PROMPT = "The capital of France is"
@@ -113,7 +113,7 @@ def test_trl(smollm2: Any, by: str) -> None:
             arguments["train_dataset"] = Dataset.from_dict(pairs)
         else:
             arguments = {"args": trl.SFTConfig(**settings), "train_dataset": Dataset.from_dict({"text": texts})}
-        trainer = curve_trainer(trl.DPOTrainer if by == "dpo" else trl.SFTTrainer)
+        trainer = trl.DPOTrainer if by == "dpo" else trl.SFTTrainer
         return trainer(model=load(), processing_class=tokenizer, **arguments)
 
     def run(patched: bool) -> Curve:
