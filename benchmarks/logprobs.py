@@ -161,16 +161,10 @@ def needs_verl(device: torch.device) -> str | None:
     return needs_package(f"{VERL}.kernels", "verl")(device)
 
 
-def our_losses(x: Tensor, w: Tensor, y: Tensor, reduction: str, **options: Any) -> Tensor:
-    out: Any = flce.linear_logprobs(x, w, y, outputs=("logprob",), options=flce.ChunkOptions(**options))
+def our_losses(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    out: Any = flce.linear_logprobs(x, w, y, outputs=("logprob",))
     losses: Tensor = -out.logprob
     return losses
-
-
-def compared(name: str, title: str, **options: Any) -> OperatorContender:
-    """Return flce's log-probabilities of targets, whose errors are measured."""
-    loss = partial(our_losses, **options)
-    return OperatorContender(name, title, "ours", partial(contenders.autograd_step, loss_function=loss))
 
 
 def losses_of_logits(x: Tensor, w: Tensor, y: Tensor, reduction: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -217,18 +211,15 @@ in_float32 = partial(linear_step, precision="highest", dtype=torch.float32)
 in_tf32 = partial(linear_step, precision="high", dtype=torch.float32)
 # Log-probabilities of targets, whose errors are measured: flce's, and those of logits in several precisions.
 HEADS_IN_FLOAT32 = [
-    compared("ours-compared", "flce, log-probabilities"),
+    OperatorContender(
+        "ours-compared", "flce, log-probabilities", "ours", lambda p: contenders.autograd_step(p, our_losses)
+    ),
     OperatorContender("linear", "F.linear", "peer", partial(linear_step, precision="highest")),
     OperatorContender("linear-float32", "F.linear in float32", "peer", in_float32),
     OperatorContender("linear-tf32", "F.linear in TF32", "peer", in_tf32, unavailable=needs_cuda),
 ]
 # Measured only if a case names them.
-sampled: dict[str, Any] = {"sample_below": 2.0**-12}
-NAMED = [
-    ours("ours-sampled", "flce, gradients sampled below 2^-12", **sampled),
-    compared("ours-sampled-compared", "flce, log-probabilities, sampled", **sampled),
-    *HEADS_IN_FLOAT32,
-]
+NAMED = [ours("ours-sampled", "flce, gradients sampled below 2^-12", sample_below=2.0**-12), *HEADS_IN_FLOAT32]
 
 
 def contenders_of(case: OperatorCase) -> Sequence[OperatorContender]:
@@ -261,8 +252,7 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
 TINY = OperatorCase(96, 64, 500, dtype="float32", mode=MODE)
 HEAD_NAMES = ("floor", "ours", *(contender.name for contender in HEADS_IN_FLOAT32))
 FLOAT32_HEAD = replace(TINY, dtype="bfloat16", errors=True, contenders=HEAD_NAMES)
-SAMPLED_NAMES = ("floor", "ours", "ours-sampled", "trl", "ours-compared", "ours-sampled-compared", "linear")
-SAMPLED = OperatorCase(8192, 4096, 262144, mode=MODE, contenders=SAMPLED_NAMES, errors=True)
+SAMPLED = OperatorCase(8192, 4096, 262144, mode=MODE, contenders=("floor", "ours", "ours-sampled", "trl"))
 PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": lambda: plan_cases([TINY, FLOAT32_HEAD], rounds=2, seconds=1.0),
     # Two to three minutes of one large GPU, most of them for the compilation of kernels.

@@ -22,7 +22,8 @@
 #                  tests; six minutes
 #     float32-head  linear_logprobs and its error beside a head in bfloat16, float32 and TF32; a minute
 #     sampled-logprobs  linear_logprobs with sampled gradients on a real head, and errors; two minutes
-#     sampled-training  Gemma 3 270M and SmolLM2 135M with LoRA: stock, flce, and sampled gradients; three minutes
+#     sampled-training  five seeds of a small model, Gemma 3 270M and SmolLM2 135M with LoRA: stock, flce, and sampled
+#                  gradients; four minutes
 #     sampled-grpo  a GRPO training step of trained models, also with sampled gradients; two minutes
 #     real-models  training steps of Gemma 3 270M and SmolLM2 135M, and of a model of 1B that is trained first, also with
 #                  sampled gradients; three minutes
@@ -302,11 +303,16 @@ for name in $parts; do
             benchmark sampled operator sampled 300
             ;;
         float32-head) benchmark float32-head logprobs float32-head 120 ;;
-        sampled-logprobs) benchmark sampled-logprobs logprobs sampled 150 ;;
+        sampled-logprobs)
+            benchmark sampled-logprobs logprobs sampled 120
+            part sampled-errors "$(within 60)" "$python" scripts/sampled_errors.py --out "$out/sampled-errors.txt"
+            ;;
         sampled-training)
             part gemma3 "$(within 150)" "$python" scripts/fine_tune_alike.py gemma3 --out "$out/gemma3.json"
             part smollm2-lora "$(within 100)" \
                 "$python" scripts/fine_tune_alike.py smollm2 --lora --out "$out/smollm2-lora.json"
+            part seeds "$(within 150)" \
+                "$python" scripts/train_alike.py --weights-and-data --steps 400 --out "$out/train-seeds.json"
             ;;
         sampled-grpo) benchmark sampled-grpo grpo sampled 150 ;;
         real-models) benchmark real-models model real-models 220 ;;

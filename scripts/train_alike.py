@@ -2,6 +2,8 @@
 
     python scripts/train_alike.py --dtype bfloat16 --out bfloat16.json   # and float32, float16
     python scripts/train_alike.py --compare float32.json bfloat16.json float16.json --plot curves.png --out result.json
+    python scripts/train_alike.py --draw result.json --plot curves.png    # the picture again
+    python scripts/train_alike.py --weights-and-data --out seeds.json    # five seeds, also with sampled gradients
 
 All runs have the same weights, the same batches and AdamW. Runs of stock differ in the order of sequences and tokens
 within a batch, and in random changes of the hidden states of at most half a rounding, because another order of sums
@@ -44,6 +46,11 @@ LABELS: dict[str, tuple[str, str, float]] = {
     "flce, 64 MiB": ("flce, budget of 64 MiB", "#d55e00", 1.6),
     "flce, vocab": ("flce, blocks of classes", "#009e73", 1.6),
 }
+SEED_RUNS: dict[str, flce.ChunkOptions | None] = {
+    "stock": None,
+    "flce": flce.ChunkOptions(),
+    "flce, sampled": flce.ChunkOptions(sample_below=2.0**-12),
+}
 
 
 def token_ids(vocab: int, files: str) -> Tensor:
@@ -61,18 +68,22 @@ def train(
     *,
     options: flce.ChunkOptions | None = None,
     order: int = 0,
+    seed: int = 0,
     vocab: int = 16384,
     hidden: int = 256,
     batch: tuple[int, int] = (16, 128),
     files: str = "docs/*.md",
 ) -> list[float]:
-    """Return the loss of each step. `options` None: stock. `order`: the number of an order of the tokens."""
+    """Return the loss of each step. `options` None: stock. `order`: the number of an order of the tokens.
+
+    `seed` draws the weights and the batches.
+    """
     data, count = token_ids(vocab, files), batch[0] * batch[1]
     sizes: Any = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 2 * hidden}
-    model = tiny_model(**sizes, max_position_embeddings=batch[1]).to(device).train()
+    model = tiny_model(seed=seed, **sizes, max_position_embeddings=batch[1]).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16", init_scale=2.0**12)
-    draw, shuffle = torch.Generator().manual_seed(1), torch.Generator().manual_seed(order)
+    draw, shuffle = torch.Generator().manual_seed(1 + seed), torch.Generator().manual_seed(order)
     losses = []
     for _ in range(steps):
         starts = torch.randint(len(data) - batch[1] - 1, (batch[0],), generator=draw)
@@ -129,6 +140,17 @@ def train_all(steps: int, dtype: str, device: str, seeds: int) -> dict[str, Any]
     return {"dtype": dtype, "device": name, "torch": torch.__version__, "steps": steps, "curves": curves}
 
 
+def train_seeds(steps: int, device: str, seeds: int) -> dict[str, Any]:
+    """Return the mean loss of the last fifth of the steps for each seed, in bfloat16."""
+    means = {}
+    for name, options in SEED_RUNS.items():
+        curves = [train(steps, "bfloat16", device, options=options, seed=seed) for seed in range(seeds)]
+        means[name] = [sum(curve[-steps // 5 :]) / (steps // 5) for curve in curves]
+        print(f"{name:15} {' '.join(f'{mean:.4f}' for mean in means[name])}", flush=True)
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    return {"dtype": "bfloat16", "device": name, "torch": torch.__version__, "steps": steps, "means": means}
+
+
 def compare(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return, for each dtype and run of flce, the distance from the reference, divided by the allowed distance."""
 
@@ -180,10 +202,20 @@ def main() -> int:
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seeds", type=int, default=5, help="runs of stock")
+    parser.add_argument("--weights-and-data", action="store_true", help="other seeds, also with sampled gradients")
     parser.add_argument("--compare", type=Path, nargs="+", default=[], help="results of dtypes, one of them float32")
-    parser.add_argument("--plot", type=Path, default=None, help="picture of the results of --compare")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--draw", type=Path, default=None, help="the result of --compare, for --plot")
+    parser.add_argument("--plot", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=None, help="needed without --draw")
     arguments = parser.parse_args()
+    if arguments.draw is not None and arguments.plot is not None:
+        plot(json.loads(arguments.draw.read_text())["runs"], arguments.plot)
+        return 0
+    if arguments.out is None:
+        parser.error("give --out, or --draw and --plot")
+    if arguments.weights_and_data:
+        arguments.out.write_text(json.dumps(train_seeds(arguments.steps, arguments.device, arguments.seeds)) + "\n")
+        return 0
     if not arguments.compare:
         result = train_all(arguments.steps, arguments.dtype, arguments.device, arguments.seeds)
         arguments.out.write_text(json.dumps(result))
