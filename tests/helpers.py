@@ -213,10 +213,7 @@ def allpairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 8
             rest = [name for name in names if name not in row]
             rng.shuffle(rest)
             for name in rest:
-                row[name] = max(
-                    levels[name],
-                    key=lambda k: (_covered(missing, row, name, k), rng.random()),
-                )
+                row[name] = max(levels[name], key=lambda k: (_covered(missing, row, name, k), rng.random()))
             score = len(_pairs(row, names) & missing)
             if score > best[0]:
                 best = (score, row)

@@ -14,13 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import flce
-from flce.huggingface import (
-    LazyLogits,
-    MaterializedLogitsError,
-    is_patched,
-    patch_model,
-    unpatch_model,
-)
+from flce.huggingface import LazyLogits, MaterializedLogitsError, is_patched, patch_model, unpatch_model
 from tests.huggingface.scripts import IDS, Build, Calls, Compare, V, batch
 
 transformers = pytest.importorskip("transformers")

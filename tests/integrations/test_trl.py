@@ -62,10 +62,7 @@ CASES: dict[str, Case] = {
     ),
     "an adapter": (trainers.sft, lambda: {"common": {"peft_config": lora()}}),
     "a saved head": (trainers.sft, lambda: {"common": {"peft_config": lora(modules_to_save=["lm_head"])}}),
-    "a saved head, DPO": (
-        trainers.dpo,
-        lambda: {"common": {"peft_config": lora(modules_to_save=["lm_head"])}},
-    ),
+    "a saved head, DPO": (trainers.dpo, lambda: {"common": {"peft_config": lora(modules_to_save=["lm_head"])}}),
     "checkpointing": (trainers.sft, lambda: {"gradient_checkpointing": True}),
     "padding-free": (trainers.sft, lambda: {"packing": True, "packing_strategy": "wrapped"}),
     "a head in float32": (trainers.grpo, lambda: {"cast_lm_head_to_fp32": True}),

@@ -14,11 +14,7 @@ from torch import Tensor
 
 import flce
 from flce.testing.problem import CallResult, Problem, run_oracle
-from tests.helpers import (
-    BACKENDS,
-    assert_near,
-    parametrize_pairs,
-)
+from tests.helpers import BACKENDS, assert_near, parametrize_pairs
 from tests.logits import make, place_in_layout
 from tests.planning.test_plan import peak_on_cpu
 

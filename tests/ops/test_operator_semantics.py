@@ -22,15 +22,7 @@ from flce.core.problem import NUMERIC_FIELDS, LossSpec, loss_spec
 from flce.huggingface.lazy import make_lazy
 from flce.huggingface.lazy.state import head_state
 from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
-from tests.helpers import (
-    BACKENDS,
-    OTHER_VALUES,
-    REDUCTIONS,
-    STATS,
-    STRATEGIES,
-    check,
-    parametrize_pairs,
-)
+from tests.helpers import BACKENDS, OTHER_VALUES, REDUCTIONS, STATS, STRATEGIES, check, parametrize_pairs
 
 both_strategies = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 SKIP = ("auto", True, False)

@@ -20,14 +20,7 @@ from flce.engine import passes
 from flce.ops import linear_cross_entropy
 from flce.testing.problem import ALL_GRADS, make_problem, run_fused
 from flce.torch_ops import from_json, to_json
-from tests.helpers import (
-    REDUCTIONS,
-    STATS,
-    STRATEGIES,
-    count_flops,
-    parametrize_pairs,
-    plan_for,
-)
+from tests.helpers import REDUCTIONS, STATS, STRATEGIES, count_flops, parametrize_pairs, plan_for
 
 
 def fused(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:

@@ -140,12 +140,7 @@ def linear(
     return Row("fused_linear_cross_entropy", make)
 
 
-def logits(
-    reduction: str = "mean",
-    inplace: bool = False,
-    view: str = "whole",
-    weigh: bool = False,
-) -> Row:
+def logits(reduction: str = "mean", inplace: bool = False, view: str = "whole", weigh: bool = False) -> Row:
     def make(dtype: torch.dtype, device: Any, tokens: int, vocab: int) -> Sample:
         p = make_problem(
             (2, tokens), None, vocab, dtype=dtype, device=device, class_weight=True, ignored=0.2, reduction=reduction,
