@@ -503,6 +503,9 @@ loss  {loss} = F.cross_entropy({part}.flatten(0, -2), {probs}.flatten(0, -2), re
 real  {loss} = F.cross_entropy({part}.flatten(0, -2), {probs}.flatten(0, -2), label_smoothing=0.1)
 real  {loss} = F.cross_entropy({part}.flatten(0, -2), {probs}.flatten(0, -2), noise({g}.shape[-1:]).abs())
 real  {loss} = F.cross_entropy({part}, {probs}, reduction='sum')
+real  {loss} = F.cross_entropy({part}.flatten(0, -2), {part}.flatten(0, -2))
+real  {loss} = ({logp} - {logq}).square().mean()
+real  {loss} = ({probs} * ({logp} / 2)).sum(-1).mean()
 """
 
 AUTOGRAD = """
