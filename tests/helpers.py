@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -158,6 +159,26 @@ def count_flops(function: Callable[[], Any]) -> int:
     with FlopCounterMode(display=False) as counter:
         function()
     return counter.get_total_flops()
+
+
+def python_calls(step: Callable[[], Any], within: str = "") -> int:
+    """Count the Python calls of the third run. ``within``: count only functions in this folder."""
+    step()
+    step()
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        code = frame.f_code
+        named = code.co_filename.startswith(within) and not code.co_name.startswith("<")
+        calls += event == "call" and (named or not within)
+
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 def plan_for(

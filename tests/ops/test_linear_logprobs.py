@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +16,7 @@ from flce.backends.eager import CPU_SLAB_BYTES, TorchBackend
 from flce.core.problem import OUTPUTS, LinearCrossEntropyProblem, LinearTerm, LogprobSpec, Needs
 from flce.engine import case
 from flce.ops import linear_logprobs as ops
-from tests.hopper import logits_dtypes_on_a_gpu, plan_as_on_hopper
-from tests.interpreted_bfloat16 import fix_interpreter
+from tests.hopper import logits_dtypes_on_a_gpu
 from tests.planning.test_plan import matmul_flops, peak_on_cpu
 
 
@@ -47,14 +45,6 @@ def call_of(
 def run(call: SimpleNamespace, **more: Any) -> Any:
     arguments = {"candidates": call.candidates, "outputs": OUTPUTS, **call.kwargs, **more}
     return flce.linear_logprobs(call.x, call.w, call.y, **arguments)
-
-
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
-    """Use statistics and gradients in the epilogue of a product, in half precision, with its rounding."""
-    if not torch.cuda.is_available():
-        fix_interpreter(monkeypatch)
-    yield from plan_as_on_hopper(monkeypatch)
 
 
 def options(**more: Any) -> flce.ChunkOptions:
