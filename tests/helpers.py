@@ -213,11 +213,6 @@ def case_of(problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS
     )
 
 
-def num_blocks(plan: flce.ChunkPlan) -> int:
-    """Return the number of blocks of classes."""
-    return len(plan.schedule.tile_sizes(plan.case)[1])
-
-
 def allpairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 8) -> list[dict[str, Any]]:
     """Return a small set of rows in which every pair of levels of every two factors occurs (greedy)."""
     rng = random.Random(seed)

@@ -128,11 +128,6 @@ QUIET = {
         model.lm_head.weight.requires_grad_(False)
         step()
         fused(1)""",
-    "a head with a bias": """
-        model = patch(build("Llama"))
-        model.lm_head.bias = nn.Parameter(torch.randn(V))
-        step()
-        fused(1)""",
     # The loss of a training loop or of label smoothing, which calls the model without labels.
     "an own loss": """
         model = patch(build("Gemma2"))

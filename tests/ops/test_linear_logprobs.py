@@ -47,10 +47,6 @@ def run(call: SimpleNamespace, **more: Any) -> Any:
     return flce.linear_logprobs(call.x, call.w, call.y, **arguments)
 
 
-def options(**more: Any) -> flce.ChunkOptions:
-    return flce.ChunkOptions(**more)
-
-
 def same(a: flce.LinearLogprobsOutput, b: flce.LinearLogprobsOutput) -> bool:
     pairs = [(getattr(a, name), getattr(b, name)) for name in vars(a)]
     return all(x is y or torch.equal(x, y) for x, y in pairs)
@@ -105,7 +101,7 @@ def test_ties(kind: str, request: pytest.FixtureRequest, device: torch.device) -
 def test_logits_are_never_rounded(torch_backend: str) -> None:
     for half in (torch.bfloat16, torch.float16):
         with pytest.raises(ValueError, match="never rounds logits"):
-            run(call_of(dtype=half), options=options(logits_dtype=half))
+            run(call_of(dtype=half), options=flce.ChunkOptions(logits_dtype=half))
 
 
 def test_logits_of_minus_infinity(backend: str) -> None:
@@ -131,7 +127,12 @@ def test_most_probable_classes_among_those_of_minus_infinity(budget: int | None)
     x, w, bias = torch.randn(4, 8), torch.randn(300, 8), torch.full((300,), -torch.inf)
     bias[10:13] = 0
     out: Any = flce.linear_logprobs(
-        x, w, outputs=(), linear_bias=bias, top_k=100, options=options(strategy="vocab", max_workspace_bytes=budget)
+        x,
+        w,
+        outputs=(),
+        linear_bias=bias,
+        top_k=100,
+        options=flce.ChunkOptions(strategy="vocab", max_workspace_bytes=budget),
     )
     assert torch.equal(out.top_k_ids[:, :3].sort().values, torch.tensor([10, 11, 12]).expand(4, 3))
     assert bool((out.top_k_logprob[:, 3:] == -torch.inf).all())

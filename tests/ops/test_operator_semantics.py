@@ -24,18 +24,11 @@ from flce.huggingface.lazy.state import head_state
 from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
 from tests.helpers import BACKENDS, OTHER_VALUES, REDUCTIONS, STATS, STRATEGIES, check, parametrize_pairs
 
-both_strategies = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
-SKIP = ("auto", True, False)
-
 
 def options_for(strategy: str, **kwargs: Any) -> flce.ChunkOptions:
     if strategy == "tokens":
         kwargs.setdefault("chunk_rows", 5)
     return flce.ChunkOptions(strategy=strategy, **kwargs)  # type: ignore[arg-type]
-
-
-def stock(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, **kwargs: Any) -> Tensor:
-    return F.cross_entropy(F.linear(x, w, b), y, **kwargs)
 
 
 def fused(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +67,11 @@ def test_all_ignored_and_divided_by_their_number(
 
 
 @parametrize_pairs(
-    skip=SKIP, reduction=REDUCTIONS, strategy=STRATEGIES, dtype=[torch.float64, torch.bfloat16], backend=BACKENDS
+    skip=["auto", True, False],
+    reduction=REDUCTIONS,
+    strategy=STRATEGIES,
+    dtype=[torch.float64, torch.bfloat16],
+    backend=BACKENDS,
 )
 def test_ignored_rows_that_hold_no_numbers(
     skip: Any, reduction: str, strategy: str, dtype: torch.dtype, backend: str, device: torch.device
@@ -190,7 +187,7 @@ def test_upstream_gradient_that_is_expanded_or_strided(backend: str, device: tor
         torch.testing.assert_close(x.grad, z.grad, rtol=1e-10, atol=1e-12)
 
 
-@both_strategies
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("hidden", [63, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rows_without_doubt_have_no_gradient(
