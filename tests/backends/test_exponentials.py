@@ -306,8 +306,7 @@ def test_budgets_on_hopper(tokens: int, hidden: int, vocab: int, grads: str, str
 
 # 1051 classes are recomputed, in blocks of `cols` classes.
 @pytest.mark.parametrize(
-    "cols, extras",
-    [(1280, "plain"), (768, "all"), (768, "num_items"), (1280, "one gradient"), (256, "one gradient")],
+    "cols, extras", [(1280, "plain"), (768, "all"), (768, "num_items"), (1280, "one gradient"), (256, "one gradient")]
 )
 def test_classes_that_are_recomputed(
     cols: int, extras: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, plans: list[ChunkPlan]

@@ -338,11 +338,7 @@ def after_the_loss() -> fuzz.Run:
 
 @pytest.mark.parametrize(
     "code",
-    [
-        "lg.register_hook(F.normalize)",
-        "lg.retain_grad()",
-        "torch.autograd.graph.register_multi_grad_hook([lg], print)",
-    ],
+    ["lg.register_hook(F.normalize)", "lg.retain_grad()", "torch.autograd.graph.register_multi_grad_hook([lg], print)"],
 )
 def test_a_hook_after_the_loss_is_an_error(code: str) -> None:
     with pytest.raises(RuntimeError, match="after the loss"):
