@@ -77,7 +77,7 @@ def saved(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def assert_alike(stock: Run, fused: Run, tolerance: float = 1e-5, least: float = 0.0) -> None:
+def assert_alike(stock: Run, fused: Run, *, tolerance: float = 1e-5, least: float = 0.0) -> None:
     """Compare logged metrics to 1e-4, and gradients to a share of their norm, in each step."""
     assert len(stock.logs) == len(fused.logs) > 1
     for expected, log in zip(stock.logs, fused.logs, strict=True):
@@ -130,7 +130,7 @@ def test_distillation(create: Any, arguments: dict[str, Any], tmp_path: Path, mo
     assert not calls
     _, ours = train(create, str(tmp_path), 2, fused=True, replay=theirs, **arguments)
     assert len(calls) >= 2
-    assert_alike(theirs, ours, 1e-4, 1e-9)
+    assert_alike(theirs, ours, tolerance=1e-4, least=1e-9)
 
 
 @pytest.mark.usefixtures("fresh_accelerator", "fail_on_materialize")
