@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -87,11 +88,31 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def _no_compiled_code() -> Iterator[None]:
+def on_hopper(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
+    """Use the plans and fused products of a Hopper GPU, without a GPU in the interpreter."""
+    from tests import hopper, interpreted_bfloat16
+
+    if not HAS_CUDA:
+        interpreted_bfloat16.fix_interpreter(monkeypatch)
+    yield from hopper.plan_as_on_hopper(monkeypatch)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
     """Delete compiled code before and after the test."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def fail_on_materialize() -> Iterator[None]:
+    """Fail the test if lazy logits are computed without a call of `materialize()`."""
+    from flce.huggingface import MaterializedLogitsWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MaterializedLogitsWarning)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

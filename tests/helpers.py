@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -160,6 +161,26 @@ def count_flops(function: Callable[[], Any]) -> int:
     return counter.get_total_flops()
 
 
+def python_calls(step: Callable[[], Any], within: str = "") -> int:
+    """Count the Python calls of the third run. ``within``: count only functions in this folder."""
+    step()
+    step()
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        code = frame.f_code
+        named = code.co_filename.startswith(within) and not code.co_name.startswith("<")
+        calls += event == "call" and (named or not within)
+
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
 def plan_for(
     problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS, stats: Sequence[str] = ()
 ) -> flce.ChunkPlan:
@@ -192,11 +213,6 @@ def case_of(problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS
     )
 
 
-def num_blocks(plan: flce.ChunkPlan) -> int:
-    """Return the number of blocks of classes."""
-    return len(plan.schedule.tile_sizes(plan.case)[1])
-
-
 def allpairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 8) -> list[dict[str, Any]]:
     """Return a small set of rows in which every pair of levels of every two factors occurs (greedy)."""
     rng = random.Random(seed)
@@ -213,10 +229,7 @@ def allpairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 8
             rest = [name for name in names if name not in row]
             rng.shuffle(rest)
             for name in rest:
-                row[name] = max(
-                    levels[name],
-                    key=lambda k: (_covered(missing, row, name, k), rng.random()),
-                )
+                row[name] = max(levels[name], key=lambda k: (_covered(missing, row, name, k), rng.random()))
             score = len(_pairs(row, names) & missing)
             if score > best[0]:
                 best = (score, row)

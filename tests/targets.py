@@ -57,6 +57,7 @@ from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime
 from flce.engine.schedules import SCHEDULES
 from flce.planning import dry_run
+from tests.tiles import EVERY_FEATURE
 
 # Bytes that a thread may spill to memory.
 MAX_SPILLED_BYTES = 64
@@ -166,15 +167,7 @@ def every_kernel() -> set[str]:
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "all": {
-        "softcap": 5.0,
-        "label_smoothing": 0.1,
-        "z_loss": 0.01,
-        "stats": ("logprob", "entropy", "argmax"),
-        "bias": True,
-        "class_weight": True,
-        "token_weight": True,
-    },
+    "all": EVERY_FEATURE,
     "smoothing": {"label_smoothing": 0.1, "z_loss": 0.1},
     "weighted smoothing": {"label_smoothing": 0.1, "class_weight": True},
     "softcap": {"softcap": 5.0},

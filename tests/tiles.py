@@ -22,6 +22,9 @@ from flce.backends.contract import (
 from flce.core.problem import LossSpec, accumulation_dtype
 
 IGNORE = -100
+# Arguments of `random_rows`.
+EVERY_FEATURE: dict[str, Any] = {"softcap": 5.0, "label_smoothing": 0.1, "z_loss": 0.01}
+EVERY_FEATURE |= {"stats": ("logprob", "entropy", "argmax"), "class_weight": True, "token_weight": True, "bias": True}
 
 
 @dataclass(frozen=True)

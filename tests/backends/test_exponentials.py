@@ -25,25 +25,17 @@ from flce.engine.schedules.unnormalized import BORROWED_TILE_COUNTS, Borrowed, R
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import make_plan
 from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle
-from tests import forced, interpreted_bfloat16
+from tests import forced
 from tests.forced import force
 from tests.helpers import check, least_budget_unless_accepted, parametrize_pairs, plan_for
-from tests.hopper import case_on_hopper, misaligned, plan_as_on_hopper
+from tests.hopper import case_on_hopper, misaligned
 
-CUDA = torch.cuda.is_available()
 ULP = 2.0**-8
 KINDS = (Unnormalized, Borrowed)  # `Recomputed` is a subclass of `Unnormalized`
 
 
 @pytest.fixture(autouse=True)
-def _on_hopper(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
-    if not CUDA:
-        interpreted_bfloat16.fix_interpreter(monkeypatch)
-    yield from plan_as_on_hopper(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def plans(monkeypatch: pytest.MonkeyPatch, _on_hopper: None) -> Iterator[list[ChunkPlan]]:
+def plans(monkeypatch: pytest.MonkeyPatch, on_hopper: None) -> Iterator[list[ChunkPlan]]:
     """Force unnormalized exponentials, also for small vocabularies and chunks, and yield the plans of all calls.
 
     A test with other schedules removes their plans from the list.
@@ -314,8 +306,7 @@ def test_budgets_on_hopper(tokens: int, hidden: int, vocab: int, grads: str, str
 
 # 1051 classes are recomputed, in blocks of `cols` classes.
 @pytest.mark.parametrize(
-    "cols, extras",
-    [(1280, "plain"), (768, "all"), (768, "num_items"), (1280, "one gradient"), (256, "one gradient")],
+    "cols, extras", [(1280, "plain"), (768, "all"), (768, "num_items"), (1280, "one gradient"), (256, "one gradient")]
 )
 def test_classes_that_are_recomputed(
     cols: int, extras: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, plans: list[ChunkPlan]

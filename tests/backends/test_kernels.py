@@ -18,7 +18,7 @@ from flce.core.gemm import padded_cols
 from flce.core.problem import CrossEntropyProblem, LossSpec
 from tests.extremes import every_extreme, has_softmax
 from tests.helpers import allpairs
-from tests.tiles import Rows, assert_close, assert_same, random_rows
+from tests.tiles import EVERY_FEATURE, Rows, assert_close, assert_same, random_rows
 
 pytest.importorskip("triton")
 
@@ -31,15 +31,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "z_loss": {"z_loss": 0.1},
     "stats": {"stats": STATS},
     "weights": {"class_weight": True, "token_weight": True, "bias": True},
-    "all": {
-        "softcap": 5.0,
-        "label_smoothing": 0.1,
-        "z_loss": 0.01,
-        "stats": STATS,
-        "class_weight": True,
-        "token_weight": True,
-        "bias": True,
-    },
+    "all": EVERY_FEATURE,
 }
 
 

@@ -268,11 +268,7 @@ def specialization(launch: Launch) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     "few_logits, settings",
-    [
-        (0, {}),
-        (0, {"options": flce.ChunkOptions(strategy="vocab")}),
-        (1 << 30, {}),
-    ],
+    [(0, {}), (0, {"options": flce.ChunkOptions(strategy="vocab")}), (1 << 30, {})],
     ids=["exponentials", "blocks", "one pass"],
 )
 def test_calls_of_other_lengths_compile_no_kernels(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import flce
 from flce import backends
 from flce.backends.contract import RowInputs, RowOutputs, StatisticsCall, TileClasses
 from flce.core.device_record import KNOWN_KINDS
@@ -23,7 +21,6 @@ from flce.backends.triton import launch
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from tests.processes import run_python
 
-ROOT = Path(flce.__file__).parents[1]
 CUDA = torch.device("cuda", 0)
 TILE = TileClasses(0, 8, 8, 8)
 

@@ -108,11 +108,7 @@ class LocalShare:
 
     @property
     def group_arguments(self) -> dict[str, Any]:
-        return {
-            "process_group": self.group,
-            "vocab_size": self.vocab_size,
-            "sequence_parallel": self.sequence_parallel,
-        }
+        return {"process_group": self.group, "vocab_size": self.vocab_size, "sequence_parallel": self.sequence_parallel}
 
     def loss(self, **kwargs: Any) -> Any:
         return flce.fused_linear_cross_entropy(

@@ -78,8 +78,7 @@ def compare(wrapping: str, loss: str, trained: str = "all", **config: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "wrapping, loss",
-    [(w, loss) for w in WRAPPINGS for loss in LOSSES if w in EVERY_LOSS or loss == "own loss"],
+    "wrapping, loss", [(w, loss) for w in WRAPPINGS for loss in LOSSES if w in EVERY_LOSS or loss == "own loss"]
 )
 @in_processes(2)
 def test_trains_as_one_process(wrapping, loss):

@@ -147,10 +147,6 @@ def outcome(call, device, target=TARGET, bias: Any = BIAS, dtype=torch.float32, 
     return {"loss": loss.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 
 
-def pytorch(x, w, y, b, **arguments):
-    return original(TORCH)(x, w, y, linear_bias=b, **arguments)
-
-
 def liger(x, w, y, b, **arguments):
     return original(LIGER)(**arguments)(w, x, y, b)
 

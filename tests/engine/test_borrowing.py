@@ -122,11 +122,7 @@ HALF = [torch.bfloat16, torch.float16]
     "kind, dtypes", [(Blocks, [torch.float64, *HALF]), (BlocksAroundSum, HALF), (SeparatePasses, HALF)]
 )
 @given(
-    n=st.integers(1, 90),
-    h=st.integers(20, 150),
-    more=st.integers(1, 500),
-    half=st.booleans(),
-    share=st.floats(0, 1),
+    n=st.integers(1, 90), h=st.integers(20, 150), more=st.integers(1, 500), half=st.booleans(), share=st.floats(0, 1)
 )
 def test_borrowed_memory_of_any_size(
     kind: Any, dtypes: Any, n: int, h: int, more: int, half: int, share: float

@@ -139,10 +139,7 @@ def errors(problem: Problem, grads: str, scale: float = 1.0, **kwargs: Any) -> d
 
 
 def test_every_schedule_is_here(triton_backend: str) -> None:
-    assert {kind for kind in SCHEDULES if not kind.samples} == set(FROM_CASE) | {
-        Statistics,
-        Borrowed,
-    }
+    assert {kind for kind in SCHEDULES if not kind.samples} == set(FROM_CASE) | {Statistics, Borrowed}
     problems = [make_problem(**SHAPE, dtype=dtype, **kwargs) for dtype in (BF16, F16) for kwargs in OPTIONS.values()]
     assert {kind for problem in problems for kind, _ in possible(problem)} == set(FROM_CASE)
 

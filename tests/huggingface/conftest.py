@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import flce
-from flce.huggingface import MaterializedLogitsWarning
 from flce.huggingface.lazy import state as lazy_state
 from tests.huggingface import scripts
 
@@ -41,14 +39,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _torch_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLCE_BACKEND", "torch")
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """Remove the graphs of earlier tests, and after the test its own."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.fixture
@@ -88,11 +78,3 @@ def compare(
     """``compare(script, **names)`` runs it on a stock model and on a patched one."""
     given = {**vars(request.module), "build": build}
     return lambda script, **names: scripts.compare(script, fused_calls, {**given, **names})
-
-
-@pytest.fixture
-def fail_on_materialize() -> Iterator[None]:
-    """Fail the test if lazy logits are computed without a call of `materialize()`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MaterializedLogitsWarning)
-        yield

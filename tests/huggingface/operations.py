@@ -468,6 +468,9 @@ loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), inplace=True, shift=1)
 loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), weight=noise({g}.shape[-1:]).abs(), reduction='none') * 1.0
 loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), stats=('lse', 'entropy', 'argmax'), z_loss=1e-3, shift=1).loss
 loss  {loss} = flce.CrossEntropyLoss(z_loss=1e-2)({g}, labels({g}), token_weight=learned(noise({g}.shape[:-1]).abs()))
+real  {loss} = flce.cross_entropy({g}.log_softmax(-1), labels({g}), z_loss=0.1)
+real  {loss} = flce.cross_entropy({g}.log_softmax(-1), labels({g}), stats=('lse', 'logprob')).loss
+loss  {loss} = flce.cross_entropy({g}.log_softmax(-1), labels({g}), temperature=0.7, stats=('entropy',)).loss
 loss  {loss} = loss_of({g})
 loss  {loss} = -{g}.log_softmax(-1).gather(-1, chosen({g})).mean()
 loss  {loss} = ({g}.logsumexp(-1) - {g}.gather(-1, chosen({g})).squeeze(-1)).mean()
@@ -503,6 +506,9 @@ loss  {loss} = F.cross_entropy({part}.flatten(0, -2), {probs}.flatten(0, -2), re
 real  {loss} = F.cross_entropy({part}.flatten(0, -2), {probs}.flatten(0, -2), label_smoothing=0.1)
 real  {loss} = F.cross_entropy({part}.flatten(0, -2), {probs}.flatten(0, -2), noise({g}.shape[-1:]).abs())
 real  {loss} = F.cross_entropy({part}, {probs}, reduction='sum')
+real  {loss} = F.cross_entropy({part}.flatten(0, -2), {part}.flatten(0, -2))
+real  {loss} = ({logp} - {logq}).square().mean()
+real  {loss} = ({probs} * ({logp} / 2)).sum(-1).mean()
 """
 
 AUTOGRAD = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributions import Categorical
 
 import flce
 from flce.huggingface import lazy_logits
-from flce.huggingface.usage import NotFusedWarning
 from tests.huggingface.scripts import IDS, Build, V
-from tests.huggingface.test_entropies import SINGLE_ROWS, TEMPERATURES, Logits
-
-T = TEMPERATURES.unsqueeze(-1)
+from tests.huggingface.test_entropies import SINGLE_ROWS, Logits
 
 FORMULAS: dict[str, Callable[[Any, Any], Tensor]] = {
     "batchmean": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="batchmean"),
@@ -75,66 +70,6 @@ def test_a_formula(name: str, build: Build) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     for gradient, other in zip(gradients, right, strict=True):
         assert (gradient - other).norm() <= 1e-5 * other.norm() + 1e-12
-
-
-OTHERS: dict[str, Callable[[Any, Any], Tensor]] = {
-    "a part of a difference": lambda s, t: (s.log_softmax(-1) - t.log_softmax(-1))[:, 1:, 3:9].exp(),
-    "terms": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="none")[:, 2],
-    "other weights": lambda s, t: (t.log_softmax(-1) - s.log_softmax(-1)).mul(s.softmax(-1) * 2).sum(-1),
-    "two temperatures": lambda s, t: ((s / 2).softmax(-1) * (s.log_softmax(-1) - t.log_softmax(-1))).sum(-1),
-    "one model": lambda s, t: (s.softmax(-1) * (s.log_softmax(-1) - (s / 2).log_softmax(-1))).sum(-1),
-    "weights without a gradient": lambda s, t: (s.softmax(-1).detach() * (s.log_softmax(-1) - t.log_softmax(-1))).sum(
-        -1
-    ),
-    "a difference without a gradient": lambda s, t: (
-        s.softmax(-1) * (s.log_softmax(-1).detach() - t.log_softmax(-1))
-    ).sum(-1),
-    "score function": lambda s, t: (s.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1).detach())).sum(-1),
-    "two temperatures of tokens": lambda s, t: (
-        (s / T).softmax(-1) * ((s / (2 * T)).log_softmax(-1) - t.log_softmax(-1))
-    ).sum(-1),
-    "two temperatures of tokens of the teacher": lambda s, t: (
-        (t / T).softmax(-1) * (s.log_softmax(-1) - (t / (2 * T)).log_softmax(-1))
-    ).sum(-1),
-    "Categorical": lambda s, t: (Categorical(logits=s).probs * (s.log_softmax(-1) - t.log_softmax(-1))).mean(-1),
-    "classes in the second dimension": lambda s, t: F.cross_entropy(s, t.softmax(-1), reduction="none"),
-    "label smoothing": lambda s, t: F.cross_entropy(s[0], t[0].softmax(-1), reduction="none", label_smoothing=0.1),
-    "class weights": lambda s, t: F.cross_entropy(s[0], t[0].softmax(-1), BIAS.exp(), reduction="none"),
-    "logits as targets": lambda s, t: F.cross_entropy(s[0], t[0], reduction="none"),
-    "own probabilities": lambda s, t: F.cross_entropy(s[0], s[0].softmax(-1), reduction="none"),
-    "squares": lambda s, t: (s.log_softmax(-1) - t.log_softmax(-1)).square().mean(-1),
-    "logits": lambda s, t: F.mse_loss(s, t, reduction="none").mean(-1),
-    "temperatures of tokens": lambda s, t: F.kl_div(
-        (s / torch.full((*IDS.shape, 1), 0.5)).log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="none"
-    ).sum(-1),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_formulas_compute_the_logits(name: str, build: Build) -> None:
-    """Values and gradients are stock's."""
-    want, right, _ = run(OTHERS[name], *models(build))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotFusedWarning)
-        got, gradients, _ = run(OTHERS[name], *models(build, on_materialize="ignore"))
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    for gradient, other in zip(gradients, right, strict=True):
-        assert (gradient - other).norm() <= 1e-5 * other.norm() + 1e-12
-
-
-@pytest.mark.filterwarnings("ignore:reduction. .mean. divides")
-@pytest.mark.parametrize("name", [*FORMULAS, *OTHERS])
-def test_two_models_that_require_gradients(name: str, build: Build) -> None:
-    """Both gradients are stock's."""
-
-    def both(models: list[Any]) -> list[Tensor | None]:
-        logits = [model.train()(input_ids=IDS, use_cache=False).logits for model in models]
-        loss = {**FORMULAS, **OTHERS}[name](*logits).mean()
-        parameters = [parameter for model in models for parameter in model.parameters()]
-        return [loss, *torch.autograd.grad(loss, parameters, allow_unused=True)]
-
-    got, want = both(models(build, on_materialize="ignore")), both(models(build))
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["batchmean", "none", "probabilities", "cross entropy"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from flce.huggingface.head_call import HeadCall
 from flce.huggingface.staleness import StaleLogitsError
 from flce.huggingface.usage import Usage
 from tests.helpers import count_flops, skip_where_old_transformers_fails
-
-Build = Callable[..., Any]
+from tests.huggingface.scripts import Build
 
 
 def own_loss(logits: Tensor, ids: Tensor) -> Tensor:

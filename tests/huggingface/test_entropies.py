@@ -179,18 +179,6 @@ def test_a_selection(name: str, build: Build) -> None:
     check_formulas([SELECTIONS[name][0]], build, lambda run: run, "Llama")
 
 
-@pytest.mark.parametrize("architecture", ["Gemma2", "Llama"])
-def test_the_mean_of_metrics_has_no_gradient(architecture: str, build: Build) -> None:
-    model = flce.patch_model(build(architecture, num_hidden_layers=1), options=SINGLE_ROWS, on_materialize="raise")
-    logits = model(input_ids=IDS).logits
-    with Logits() as mode:
-        value = logits[:1].detach().mean()
-    assert not mode.found
-    torch.testing.assert_close(
-        value, build(architecture, num_hidden_layers=1)(input_ids=IDS).logits[:1].detach().mean()
-    )
-
-
 @pytest.mark.parametrize("architecture, formulas, training", [("Gemma2", FORMULAS, True), ("Llama", SELECTIONS, False)])
 @pytest.mark.usefixtures("fresh_compiler")
 def test_formulas_in_a_graph(architecture: str, formulas: Any, training: bool, build: Build) -> None:

@@ -14,13 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import flce
-from flce.huggingface import (
-    LazyLogits,
-    MaterializedLogitsError,
-    is_patched,
-    patch_model,
-    unpatch_model,
-)
+from flce.huggingface import LazyLogits, MaterializedLogitsError, is_patched, patch_model, unpatch_model
 from tests.huggingface.scripts import IDS, Build, Calls, Compare, V, batch
 
 transformers = pytest.importorskip("transformers")
@@ -132,11 +126,6 @@ QUIET = {
     "a frozen head": """
         model = patch(build("Llama"))
         model.lm_head.weight.requires_grad_(False)
-        step()
-        fused(1)""",
-    "a head with a bias": """
-        model = patch(build("Llama"))
-        model.lm_head.bias = nn.Parameter(torch.randn(V))
         step()
         fused(1)""",
     # The loss of a training loop or of label smoothing, which calls the model without labels.

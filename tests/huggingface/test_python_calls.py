@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 
 import flce
 from flce.huggingface import LazyLogits
+from tests.helpers import python_calls
 
 TOKENS, HIDDEN, VOCAB = 16, 32, 97
 
@@ -31,26 +31,6 @@ class Head(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
-
-
-def python_calls(step: Callable[[], Any], within: str = "") -> int:
-    """Count the Python calls of the third run. ``within``: count only functions in this folder."""
-    step()
-    step()
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        code = frame.f_code
-        named = code.co_filename.startswith(within) and not code.co_name.startswith("<")
-        calls += event == "call" and (named or not within)
-
-    sys.setprofile(count)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def operators_calls(labels: torch.Tensor) -> int:

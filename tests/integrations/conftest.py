@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,13 +55,3 @@ def fresh_accelerator() -> None:
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture
-def fail_on_materialize() -> Iterator[None]:
-    """Fail the test if lazy logits are computed without a call of `materialize`."""
-    from flce.huggingface import MaterializedLogitsWarning
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MaterializedLogitsWarning)
-        yield

@@ -107,9 +107,7 @@ def run_forked(script: str, *arguments: str) -> str:
 
 @pytest.mark.usefixtures("fresh_accelerator")
 @pytest.mark.parametrize(
-    "script, options",
-    [*RUNS, *(pytest.param(*run, marks=GPU) for run in RUNS_ON_GPUS)],
-    ids="".join,
+    "script, options", [*RUNS, *(pytest.param(*run, marks=GPU) for run in RUNS_ON_GPUS)], ids="".join
 )
 def test_the_script(script: str, options: list[str], run_script: Any) -> None:
     """Check that a script ends with status 0: losses are equal to stock's losses, and fused if possible."""

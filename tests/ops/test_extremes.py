@@ -13,15 +13,7 @@ from torch import Tensor
 
 import flce
 from flce.engine.schedules.unnormalized import Unnormalized
-from flce.testing.problem import (
-    IGNORED,
-    Problem,
-    make_problem,
-    relative_error,
-    run_fused,
-    run_oracle,
-    run_stock,
-)
+from flce.testing.problem import IGNORED, Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
 from tests import forced, interpreted_bfloat16
 from tests.extremes import every_extreme, extremes, has_softmax, targets
 from tests.forced import blocks_of_16, force

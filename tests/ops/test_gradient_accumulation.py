@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -13,8 +12,6 @@ from torch import Tensor, nn
 import flce
 from flce.testing.oracle import dense_logits
 from tests.helpers import parametrize_pairs
-from tests.hopper import plan_as_on_hopper
-from tests.interpreted_bfloat16 import fix_interpreter
 from tests.planning.test_plan import peak_on_cpu
 from tests.processes import in_processes, most_processes
 
@@ -68,13 +65,6 @@ def assert_added(target: Tensor, start: float, added: Tensor, *dtypes: torch.dty
     difference = (target.double() - start - added).abs()
     rounded_sum = 2 * EPS[target.dtype] * (abs(start) + added.abs())
     assert bool((difference <= rounded_sum + max(EPS[dtype] for dtype in dtypes) * added.abs().max()).all())
-
-
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
-    if not torch.cuda.is_available():
-        fix_interpreter(monkeypatch)
-    yield from plan_as_on_hopper(monkeypatch)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""`flce.linear_divergence` against float64: teachers of other dtypes, teachers near the student, bad input."""
+"""`flce.linear_divergence` against float64: teachers near the student, extreme logits, bad input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from tests.hopper import logits_dtypes_on_a_gpu
 from tests.planning.test_plan import peak_on_cpu
 
 OUTPUTS = ("divergence", "logprob", "entropy")
-LIMIT = 3e-6  # of errors of results and of gradients against float64, relative to the norm
 
 
 def divergence_of(z: Tensor, t: Tensor, kind: str, beta: float = 0.5) -> Tensor:
@@ -42,23 +41,22 @@ def divergence_of(z: Tensor, t: Tensor, kind: str, beta: float = 0.5) -> Tensor:
 
 def call_of(
     n: int = 11, hidden: int = 24, teacher_hidden: int = 16, vocab: int = 101, *, dtype: torch.dtype = torch.float32,
-    teacher_dtype: torch.dtype | None = None, device: Any = "cpu", **more: Any,
+    device: Any = "cpu", **more: Any,
 ) -> SimpleNamespace:  # fmt: skip
     """Return tensors and arguments of a call with ignored tokens."""
     g = torch.Generator().manual_seed(n + vocab)
 
-    def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = dtype) -> Tensor:
+    def normal(*shape: int, std: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=g) * std).to(device, dtype)
 
-    theirs = teacher_dtype or dtype
     target = torch.randint(vocab, (n,), generator=g)
     target[1::5] = -100
     student = [normal(n, hidden).requires_grad_(), normal(vocab, hidden, std=0.4).requires_grad_()]
-    teacher = [normal(n, teacher_hidden, dtype=theirs), normal(vocab, teacher_hidden, std=0.5, dtype=theirs)]
+    teacher = [normal(n, teacher_hidden), normal(vocab, teacher_hidden, std=0.5)]
     kwargs: dict[str, Any] = {"target": target.to(device), **more}
-    for name, kept in (("student_bias", dtype), ("teacher_bias", theirs)):
+    for name in ("student_bias", "teacher_bias"):
         if kwargs.pop(name, False):
-            kwargs[name] = normal(vocab, dtype=kept).requires_grad_(name == "student_bias")
+            kwargs[name] = normal(vocab).requires_grad_(name == "student_bias")
     return SimpleNamespace(student=student, teacher=teacher, kwargs=kwargs)
 
 
@@ -67,56 +65,13 @@ def leaves(call: SimpleNamespace) -> list[Tensor]:
     return [*call.student, *([] if bias is None else [bias])]
 
 
-def oracle(call: SimpleNamespace, kind: str, beta: float = 0.5) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return all results in float64, computed from the logits, and the leaves of their gradients."""
+def oracle(call: SimpleNamespace, kind: str) -> tuple[Tensor, list[Tensor]]:
+    """Return the divergences in float64, computed from the logits, and the leaves of their gradients."""
     made = [leaf.detach().double().requires_grad_() for leaf in leaves(call)]
-    given = call.kwargs
-    z, bias = dense_logits(*made), given.get("teacher_bias")
+    z, bias, target = dense_logits(*made), call.kwargs.get("teacher_bias"), call.kwargs["target"]
     t = dense_logits(*(each.detach().double() for each in (*call.teacher, *([] if bias is None else [bias]))))
-    logprob, target = z.log_softmax(-1), given["target"]
-    counts = torch.ones_like(z[:, 0], dtype=torch.bool) if target is None else target != -100
-    results = {
-        "divergence": divergence_of(z, t, kind, beta) * counts,
-        "entropy": -(logprob.exp() * logprob).sum(-1) * counts,
-    }
-    if target is not None:
-        results["logprob"] = logprob.gather(1, target.clamp(min=0)[:, None])[:, 0] * counts
-    return results, made
-
-
-def check(call: SimpleNamespace, kind: str, outputs: tuple[str, ...] = OUTPUTS, beta: float = 0.3, **more: Any) -> None:
-    """Check values and gradients, a second backward, and that a call without gradients returns the same bits."""
-    if kind == "jsd":
-        more["beta"] = beta
-    arguments = (*call.student, *call.teacher)
-    how = {"kind": kind, "outputs": outputs, **call.kwargs, **more}
-    out, (expected, made) = flce.linear_divergence(*arguments, **how), oracle(call, kind, beta)
-    g = torch.Generator().manual_seed(7)
-    got_loss = want_loss = torch.zeros((), dtype=torch.float64, device=call.student[0].device)
-    for name in OUTPUTS:
-        got = getattr(out, name)
-        if name not in outputs:
-            assert got is None
-            continue
-        assert relative_error(got.detach(), expected[name]) <= LIMIT, name
-        weight = torch.randn(len(got), generator=g).to(got.device)
-        got_loss = got_loss + (got * weight).sum()
-        want_loss = want_loss + (expected[name] * weight).sum()
-    want = torch.autograd.grad(want_loss, made)
-    grads = torch.autograd.grad(got_loss, leaves(call), retain_graph=True)
-    for a, b, leaf in zip(grads, want, leaves(call), strict=True):
-        assert a.dtype == leaf.dtype
-        assert relative_error(a, b) <= LIMIT
-    assert all(map(torch.equal, grads, torch.autograd.grad(got_loss, leaves(call))))
-    with torch.no_grad():
-        again = flce.linear_divergence(*arguments, **how)
-    assert all(torch.equal(getattr(out, name).detach(), getattr(again, name)) for name in outputs)
-
-
-@pytest.mark.parametrize("teacher_dtype", [torch.bfloat16, torch.float64])
-def test_a_teacher_of_another_dtype(teacher_dtype: torch.dtype, backend: str, device: torch.device) -> None:
-    for kind in DIVERGENCES:
-        check(call_of(teacher_dtype=teacher_dtype, teacher_bias=True, device=device), kind)
+    values = divergence_of(z, t, kind)
+    return values if target is None else values * (target != -100), made
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
@@ -136,8 +91,8 @@ def test_a_teacher_near_the_student(
     call.kwargs["target"] = None
     expected, made = oracle(call, kind)
     out: Any = flce.linear_divergence(*call.student, *call.teacher, kind=kind)
-    assert relative_error(out.divergence.detach(), expected["divergence"]) <= 2e-3
-    want = torch.autograd.grad(expected["divergence"].sum(), made)
+    assert relative_error(out.divergence.detach(), expected) <= 2e-3
+    want = torch.autograd.grad(expected.sum(), made)
     got = torch.autograd.grad(out.divergence.sum(), leaves(call))
     assert all(relative_error(a, b) <= 5e-3 for a, b in zip(got, want, strict=True))
 
@@ -151,7 +106,7 @@ def test_equal_models_and_a_common_offset(backend: str) -> None:
     for kind in DIVERGENCES:
         expected, _ = oracle(call, kind)
         out: Any = flce.linear_divergence(*call.student, *call.teacher, kind=kind, **call.kwargs)
-        assert relative_error(out.divergence.detach(), expected["divergence"]) <= 1e-3
+        assert relative_error(out.divergence.detach(), expected) <= 1e-3
         equal: Any = flce.linear_divergence(*call.student, *[t.detach() for t in call.student], kind=kind)
         assert float(equal.divergence.detach().abs().max()) <= 1e-6
         assert float(torch.autograd.grad(equal.divergence.sum(), call.student[0])[0].abs().max()) <= 1e-6

@@ -22,28 +22,13 @@ from flce.core.problem import NUMERIC_FIELDS, LossSpec, loss_spec
 from flce.huggingface.lazy import make_lazy
 from flce.huggingface.lazy.state import head_state
 from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
-from tests.helpers import (
-    BACKENDS,
-    OTHER_VALUES,
-    REDUCTIONS,
-    STATS,
-    STRATEGIES,
-    check,
-    parametrize_pairs,
-)
-
-both_strategies = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
-SKIP = ("auto", True, False)
+from tests.helpers import BACKENDS, OTHER_VALUES, REDUCTIONS, STATS, STRATEGIES, check, parametrize_pairs
 
 
 def options_for(strategy: str, **kwargs: Any) -> flce.ChunkOptions:
     if strategy == "tokens":
         kwargs.setdefault("chunk_rows", 5)
     return flce.ChunkOptions(strategy=strategy, **kwargs)  # type: ignore[arg-type]
-
-
-def stock(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, **kwargs: Any) -> Tensor:
-    return F.cross_entropy(F.linear(x, w, b), y, **kwargs)
 
 
 def fused(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +67,11 @@ def test_all_ignored_and_divided_by_their_number(
 
 
 @parametrize_pairs(
-    skip=SKIP, reduction=REDUCTIONS, strategy=STRATEGIES, dtype=[torch.float64, torch.bfloat16], backend=BACKENDS
+    skip=["auto", True, False],
+    reduction=REDUCTIONS,
+    strategy=STRATEGIES,
+    dtype=[torch.float64, torch.bfloat16],
+    backend=BACKENDS,
 )
 def test_ignored_rows_that_hold_no_numbers(
     skip: Any, reduction: str, strategy: str, dtype: torch.dtype, backend: str, device: torch.device
@@ -147,46 +136,31 @@ def test_a_tensor_of_no_items(backend: str, device: torch.device) -> None:
         assert ignored < 1 or not out.grad_input.any()  # type: ignore[union-attr]
 
 
-# Calls whose divisor is 0: their tensors and arguments. Class weights of 0 divide only the cross entropy.
-EMPTY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "all ignored": ({"ignored": 1.0, "z_loss": 0.1}, {}),
-    "no tokens": ({"leading": (0,)}, {}),
-    "shifted out": ({"leading": (2, 1), "z_loss": 0.1}, {"shift": 1}),
-    "class weights": ({"label_smoothing": 0.1}, {"weight": torch.zeros(70)}),
-    "a number": ({"z_loss": 0.1}, {"reduction": "sum", "num_items": 0}),
-    "a tensor": ({"softcap": 3.0, "ignored": 0.5}, {"reduction": "sum", "num_items": torch.tensor(0)}),
-}
-
-
 @parametrize_pairs(
-    name=list(EMPTY),
-    how=["tokens", "vocab", "skip", "compiled", "logits", "in place"],
-    dtype=[torch.float64, torch.float32, torch.bfloat16, torch.float16],
-    upstream=[1.0, 2.0**16],
+    divisor=["class weights", "a number", "a tensor"],
+    how=["tokens", "vocab", "compiled", "logits", "in place"],
     backend=BACKENDS,
 )
-def test_an_empty_loss_of_zero(
-    name: str, how: str, dtype: torch.dtype, upstream: float, backend: str, device: torch.device
-) -> None:
-    """The loss and all gradients are 0 instead of NaN. The loss of the first row is infinite."""
-    made, arguments = EMPTY[name]
-    sizes: dict[str, Any] = {"hidden": None} if how in ("logits", "in place") else {"bias": True, "adapter_ranks": (3,)}
-    sizes |= {"leading": (11,), "vocab": 70, "token_weight": True, "dtype": dtype, "device": device}
-    p = make_problem(**{**sizes, **made}).with_(**arguments, empty_loss="zero")
-    if p.target.numel() and "ignored" not in made:
-        (p.input if p.linear_bias is None else p.linear_bias)[..., p.target.flatten()[0]] = -math.inf
-    ((a, up),) = p.adapters or (((p.input), p.input),)
+def test_an_empty_loss_of_zero(divisor: str, how: str, backend: str, device: torch.device) -> None:
+    """The loss and all gradients are 0 instead of NaN, also if the loss of a row is infinite. tests/search draws other
+    calls."""
+    has_head = how not in ("logits", "in place")
+    p = make_problem((11,), 8 if has_head else None, 70, bias=has_head, token_weight=True, device=device)
+    (p.linear_bias if has_head else p.input)[..., p.target[0]] = -math.inf  # type: ignore[index]
+    arguments: dict[str, Any] = {"empty_loss": "zero", "reduction": "sum", "z_loss": 0.1, "num_items": 0}
+    if divisor == "a tensor":
+        arguments["num_items"] = torch.tensor(0, device=device)
+    elif divisor == "class weights":  # They divide only the cross entropy.
+        arguments = {"empty_loss": "zero", "weight": torch.zeros(70, device=device), "label_smoothing": 0.1}
 
-    def loss(x: Tensor, w: Tensor, b: Tensor, t: Tensor, a: Tensor, up: Tensor) -> Any:
-        given = {**p.kwargs, "token_weight": t}
-        if not p.has_head:
-            return flce.cross_entropy(x * 1, p.target, inplace=how == "in place", **given)
-        strategy = options_for(how if how in STRATEGIES else "auto", skip_ignored=True if how == "skip" else "auto")
-        return fused(x, w, p.target, linear_bias=b, adapters=[(a, up)], options=strategy, **given)
+    def loss(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Any:
+        if not has_head:
+            return flce.cross_entropy(x * 1, p.target, inplace=how == "in place", token_weight=t, **arguments)
+        options = options_for(how if how in STRATEGIES else "auto")
+        return fused(x, w, p.target, linear_bias=b, token_weight=t, options=options, **arguments)
 
     call = torch.compile(loss, fullgraph=True, backend="aot_eager") if how == "compiled" else loss
-    tensors = (p.input, p.linear_weight, p.linear_bias, p.token_weight, a, up)
-    got = losses_and_grads(call, *tensors, upstream=torch.tensor(upstream, device=device))
+    got = losses_and_grads(call, p.input, p.linear_weight, p.linear_bias, p.token_weight)
     assert not any(result.isnan().any() or result.any() for result in got if result is not None)
 
 
@@ -213,7 +187,7 @@ def test_upstream_gradient_that_is_expanded_or_strided(backend: str, device: tor
         torch.testing.assert_close(x.grad, z.grad, rtol=1e-10, atol=1e-12)
 
 
-@both_strategies
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("hidden", [63, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rows_without_doubt_have_no_gradient(

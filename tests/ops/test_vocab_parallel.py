@@ -31,6 +31,7 @@ from flce.core.shard import shard_bounds
 from flce.engine.arena import Arena
 from flce.testing.problem import CallResult, run_oracle
 from tests import quick_interpreter
+from tests.distributed import split_head
 from tests.extremes import every_extreme, has_softmax
 from tests.helpers import BACKENDS, STATS, assert_outcome
 from tests.logits import make
@@ -39,13 +40,10 @@ from tests.processes import in_processes
 if not dist.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
 
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "smoothing": {"label_smoothing": 0.2, "class_weight": True, "z_loss": 0.1},
-    "none": {"reduction": "none", "token_weight": True, "ignored": 0.3, "softcap": 3.0, "label_smoothing": 0.1},
-    "sum": {"reduction": "sum", "num_items": 7, "ignore_index": 3, "ignored": 0.2, "shift": 1},
-    "mean": {"token_weight": True, "class_weight": True, "z_loss": 0.1, "ignored": 0.3},
-    "empty": {"token_weight": True, "z_loss": 0.1, "ignored": 1.0, "empty_loss": "zero"},
+CASES = {
+    name: {key: value for key, value in case.items() if key not in ("bias", "adapter_ranks")}
+    for name, case in split_head.CASES.items()
+    if name != "softcap"
 }
 INPLACE = (False, True)
 

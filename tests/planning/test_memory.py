@@ -33,9 +33,6 @@ from flce.testing.problem import make_problem
 from tests.helpers import allpairs, check
 from tests.hopper import case_on_hopper
 
-MIB = 1 << 20
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Counted and real
 

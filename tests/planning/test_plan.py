@@ -257,12 +257,7 @@ def plan_on_h200(shape: tuple[int, int, int], kind: str = "training", **options:
 
 
 def on_h200(
-    n: int,
-    h: int,
-    v: int,
-    kind: str = "training",
-    dtype: torch.dtype = torch.bfloat16,
-    **options: Any,
+    n: int, h: int, v: int, kind: str = "training", dtype: torch.dtype = torch.bfloat16, **options: Any
 ) -> Case:
     grads, spec = "x" if kind == "frozen" else "xw", LossSpec("none" if kind == "none" else "mean")
     return with_memory(case_on_hopper(n, h, v, grads=grads, dtype=dtype, spec=spec, **options), 140 << 30)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,15 +27,3 @@ def smollm2() -> tuple[Callable[[], Any], Any]:
     model, tokenizer = real_models.load("smollm2")
     del model
     return lambda: AutoModelForCausalLM.from_pretrained(real_models.model_folder("smollm2")), tokenizer
-
-
-@pytest.fixture
-def fail_on_materialize() -> Iterator[None]:
-    """Fail the test if lazy logits are computed."""
-    import warnings
-
-    from flce.huggingface import MaterializedLogitsWarning
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MaterializedLogitsWarning)
-        yield

@@ -13,7 +13,7 @@ import flce
 from flce.testing.oracle import dense_logits
 from tests.ops.test_linear_divergence import OUTPUTS, divergence_of
 from tests.search import arguments
-from tests.search.arguments import HEAD, LOSS, Rows, by_letter, defaults
+from tests.search.arguments import DTYPES, HEAD, LOSS, Rows, by_letter, defaults
 from tests.search.bounds import CHAIN, KAPPA, Arithmetic, Gradients, Logits, equal_part, unit
 from tests.search.driver import Call, Errors, Kind, Mismatch
 from tests.search.logprobs import OF_LOSSES
@@ -23,6 +23,7 @@ DEFAULTS: Call = {
     **{name: value for name, value in HEADS.items() if name not in OF_LOSSES},
     "kind": "forward_kl",
     "beta": 0.5,
+    "teacher_dtype": None,
     "teacher_hidden": 4,
     "teacher_rank": 0,
     "teacher_bias": False,
@@ -37,6 +38,8 @@ def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
     more = {
         "kind": compiled.choice(["forward_kl", "reverse_kl", "jsd"]),
         "beta": rng.choice([0.5, 0.1, 0.9]),
+        # Logits of a half-precision teacher are float32, which is no error of a float64 student.
+        "teacher_dtype": compiled.choice([None, None, "bfloat16", "float64"]) if call["dtype"] != "float64" else None,
         "teacher_hidden": compiled.choice([1, 4, 8, 24] if device == "cpu" else [8, 64, 129, 256]),
         "teacher_rank": compiled.choice([0, 0, 0, 3]),
         "teacher_bias": compiled.random() < 0.2,
@@ -75,7 +78,7 @@ class DivergenceGradients(Gradients):
 def check(call: Call, device: str, errors: Errors) -> None:
     call = {**HEADS, "reduction": "none", **call}
     p, vocab, shape = arguments.head_of(call, device), call["vocab"], call["leading"]
-    dtype, g = p.input.dtype, torch.Generator().manual_seed(call["seed"] + 1)
+    dtype, g = DTYPES[call["teacher_dtype"] or call["dtype"]], torch.Generator().manual_seed(call["seed"] + 1)
 
     def normal(*size: int, std: float = 1.0) -> Tensor:
         return (torch.randn(size, generator=g, dtype=torch.float64) * std).to(device, dtype)

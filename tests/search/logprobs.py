@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ DEFAULTS: Call = {
     "candidates": 0,
     "top_k": 0,
     "row_temperature": False,
+    "mask": False,
     "retained": False,
     "unused": (),  # results without an upstream gradient
 }
@@ -37,6 +39,7 @@ def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
         "candidates": compiled.choice([0, 0, 1, 5, 75]),
         "top_k": min(call["vocab"], compiled.choice([0, 0, 1, 4])),
         "row_temperature": compiled.random() < 0.15,
+        "mask": compiled.random() < 0.15,
         "retained": rng.random() < 0.1,
         "unused": tuple(name for name in DIFFERENTIABLE if compiled.random() < 0.2),
     }
@@ -51,6 +54,10 @@ def check(call: Call, device: str, errors: Errors) -> None:
     if call["row_temperature"]:
         transform["temperature"] = (torch.rand(shape, generator=g, dtype=torch.float64) + 0.5).float().to(device)
     candidates = torch.randint(-1, vocab, (*shape, call["candidates"]), generator=g).to(device)
+    target, mask = p.target, None
+    if call["mask"]:
+        mask = (torch.rand(shape, generator=g) < 0.6).to(device)
+        p = replace(p, target=target.masked_fill(~mask, call["ignore_index"]))
     leaves = arguments.leaves_of_call(call, p)
     needed = arguments.leaves_of(leaves)
 
@@ -59,7 +66,8 @@ def check(call: Call, device: str, errors: Errors) -> None:
         return flce.linear_logprobs(
             leaves.input,
             leaves.linear_weight,
-            p.target,
+            target,
+            mask=mask,
             candidates=candidates if call["candidates"] else None,
             linear_bias=leaves.linear_bias,
             adapters=leaves.adapters,

@@ -25,17 +25,7 @@ import flce
 from flce.backends.eager import TorchBackend
 from flce.testing.problem import relative_error
 from flce.tools import check, machine
-from flce.tools.check import (
-    CPU,
-    Check,
-    CheckResult,
-    Results,
-    Source,
-    SplitCheck,
-    list_checks,
-    run_split,
-    split_checks,
-)
+from flce.tools.check import CPU, Check, CheckResult, Results, Source, SplitCheck, list_checks, run_split, split_checks
 from flce.tools.cli.check import check as check_command
 
 

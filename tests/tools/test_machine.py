@@ -63,8 +63,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, found",
-    [(None, SECOND), ("cuda", SECOND), ("cuda:0", FIRST), (FIRST, FIRST), ("cpu", CPU), ("cpu:0", CPU)],
+    "name, found", [(None, SECOND), ("cuda", SECOND), ("cuda:0", FIRST), (FIRST, FIRST), ("cpu", CPU), ("cpu:0", CPU)]
 )
 @pytest.mark.usefixtures("two_gpus")
 def test_a_device(name: str | torch.device | None, found: torch.device) -> None:

@@ -500,10 +500,7 @@ def test_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     "kind, about",
     [
         ("NVIDIA GeForce RTX 4090", "RTX-4090, 23.6 GiB\n"),
-        (
-            "V100",
-            "V100, 15.8 GiB; planned for PyTorch's operators: the kernels are for compute capability 7.5",
-        ),
+        ("V100", "V100, 15.8 GiB; planned for PyTorch's operators: the kernels are for compute capability 7.5"),
         ("T4", "T4, 14.6 GiB; without instructions for bfloat16: give --dtype float16, or"),
     ],
 )

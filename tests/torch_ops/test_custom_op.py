@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from typing import Any
 
 import pytest
@@ -20,14 +19,7 @@ from flce.engine import passes
 from flce.ops import linear_cross_entropy
 from flce.testing.problem import ALL_GRADS, make_problem, run_fused
 from flce.torch_ops import from_json, to_json
-from tests.helpers import (
-    REDUCTIONS,
-    STATS,
-    STRATEGIES,
-    count_flops,
-    parametrize_pairs,
-    plan_for,
-)
+from tests.helpers import REDUCTIONS, STATS, STRATEGIES, count_flops, parametrize_pairs, plan_for, python_calls
 
 
 def fused(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
@@ -112,7 +104,7 @@ def test_flops_of_a_backward_alone(torch_backend: str) -> None:
     assert count_flops(fused(x, w, y, reduction="none").sum().backward) == 3 * product
 
 
-@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_flops_of_a_graph(torch_backend: str) -> None:
     x, w, y = leaves()
     compiled = torch.compile(fused, backend="aot_eager")
@@ -124,7 +116,7 @@ def test_flops_of_a_graph(torch_backend: str) -> None:
 # torch.compile
 
 
-@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("kind", ["numpy", "tensor"])
 def test_compile_with_numbers_that_are_not_of_python(kind: str, torch_backend: str, device: torch.device) -> None:
     """They end the graph, as for PyTorch's loss, and change no result. Modules have converted them before."""
@@ -141,7 +133,7 @@ def test_compile_with_numbers_that_are_not_of_python(kind: str, torch_backend: s
     torch.testing.assert_close(compiled(p.input, p.linear_weight, p.target), expected)
 
 
-@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_compile_with_numbers_that_are_symbols(dynamic: bool | None, torch_backend: str, device: torch.device) -> None:
     """Each number has a separate graph."""
@@ -298,17 +290,4 @@ def test_a_plain_call_is_no_operator(torch_backend: str, monkeypatch: pytest.Mon
 def test_python_calls_of_a_call(torch_backend: str) -> None:
     """261 Python calls in forward and backward on 2026-11-29, 938 before: a limit against new calls."""
     x, w, y = leaves()
-    fused(x, w, y).backward()
-    x.grad = w.grad = None
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        fused(x, w, y).backward()
-    finally:
-        sys.setprofile(None)
-    assert calls <= 270
+    assert python_calls(lambda: fused(x, w, y).backward()) <= 270

@@ -140,12 +140,7 @@ def linear(
     return Row("fused_linear_cross_entropy", make)
 
 
-def logits(
-    reduction: str = "mean",
-    inplace: bool = False,
-    view: str = "whole",
-    weigh: bool = False,
-) -> Row:
+def logits(reduction: str = "mean", inplace: bool = False, view: str = "whole", weigh: bool = False) -> Row:
     def make(dtype: torch.dtype, device: Any, tokens: int, vocab: int) -> Sample:
         p = make_problem(
             (2, tokens), None, vocab, dtype=dtype, device=device, class_weight=True, ignored=0.2, reduction=reduction,
@@ -538,7 +533,7 @@ def calls_of_ours(graph: torch.fx.GraphModule) -> int:
     return sum("flce" in str(node.target) for node in graph.graph.nodes)
 
 
-@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.usefixtures("fresh_compiler")
 @over({name: ROWS[name] for name in COMPILED}, ["linear mean tokens", "logits none"])
 def test_compile(row: Row, backend: str, device: torch.device) -> None:
     """One graph, with one flce node, for many lengths."""
@@ -577,7 +572,7 @@ CHUNKED: dict[str, Row] = {
 }
 
 
-@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.usefixtures("fresh_compiler")
 @over(CHUNKED)
 def test_graphs_for_many_lengths(row: Row, backend: str, device: torch.device) -> None:
     """Without ``dynamic=True`` the second length compiles one more graph."""
@@ -587,7 +582,7 @@ def test_graphs_for_many_lengths(row: Row, backend: str, device: torch.device) -
     assert 1 <= sum(map(bool, map(calls_of_ours, counter.graphs))) <= 2 + (row is CHUNKED["linear sixteen rows"])
 
 
-@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", ["linear frozen", "logits none in place", "log_softmax"])
 def test_compile_inductor(name: str, torch_backend: str, device: torch.device) -> None:
     check_compiled(ROWS[name], "inductor", device, dynamic=True)
