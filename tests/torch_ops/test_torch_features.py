@@ -41,6 +41,7 @@ SCALARS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "shift": 1}
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "whole": lambda x: x,
     "transposed slice": lambda x: x[:, 1:].transpose(0, 1),
+    "second sequence": lambda x: x[1:],
     "class by class": lambda x: x.permute(2, 1, 0).contiguous().permute(2, 1, 0),
 }
 
@@ -257,11 +258,11 @@ ROWS: dict[str, Row] = {
     "logits none": logits("none", view="transposed slice"),
     "logits mean in place": logits(inplace=True),
     "logits sum in place": logits("sum", inplace=True),
-    "logits none in place": logits("none", inplace=True, view="transposed slice"),
+    "logits none in place": logits("none", inplace=True, view="second sequence"),
     "logits weighted mean": logits(weigh=True),
     "logits weighted none": logits("none", weigh=True, view="transposed slice"),
     "logits weighted mean in place": logits(weigh=True, inplace=True),
-    "logits weighted none in place": logits("none", weigh=True, inplace=True, view="transposed slice"),
+    "logits weighted none in place": logits("none", weigh=True, inplace=True, view="second sequence"),
     "logprobs": logprobs(),
     "divergence": divergence(),
     "softmax": softmax("softmax"),
