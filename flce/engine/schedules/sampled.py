@@ -104,4 +104,6 @@ class Sampled(Deferred):
                     return
                 gradients.allocate_entries(num_entries)
             gradients.add_entries(chunk)
+        for k in ctx.dx_terms:
+            ctx.rows.start_dx_sum(k, ctx.dx_memory(k))  # while dW is computed
         gradients.finish()
