@@ -126,6 +126,17 @@ def test_sums_are_rounded_once(kind: str, how: str, request: pytest.FixtureReque
     torch.testing.assert_close(wide - 1e8, target.double(), rtol=1e-5, atol=1e-7)
 
 
+@parametrize_pairs(kind=("torch_backend", "on_hopper"), how=tuple(OPTIONS))
+def test_wide_numbers_and_a_narrow_gradient(
+    kind: str, how: str, request: pytest.FixtureRequest, device: torch.device
+) -> None:
+    request.getfixturevalue(kind)
+    call = Call(torch.float64, device)
+    target = add_main_grad(call.w, torch.bfloat16)
+    call.loss(**OPTIONS[how]).backward()
+    assert_added(target, 0.5, call.dw, torch.bfloat16)
+
+
 def test_results_of_autograd_grad_are_not_added() -> None:
     """`torch.autograd.grad`, and backward for other inputs, change no gradient. A retained graph adds again."""
     call = Call()
