@@ -399,7 +399,7 @@ def cross_entropy(
         process_group: a group over which the classes are divided. All processes have the logits of the same tokens, and
             each process has one shard of the vocabulary, in the order of the ranks. `target`, `weight`, `token_weight`
             and `num_items` are the same in all processes. Each process gets the loss (and statistics) over all classes,
-            and the gradient of its columns. Forward runs one collective, of 3 to 7 numbers for each token; backward
+            and the gradient of its columns. Forward runs one collective, of 3 to 6 numbers for each token; backward
             runs none.
         vocab_size: V, with `process_group`. None: all processes have the same number of columns. Otherwise shards must
             be the chunks of `torch.chunk`: ceil(V / processes) columns; the last shards have fewer or none. If the

@@ -219,7 +219,7 @@ class _FusedHead:
                 values: dict[str, Any] = {name: getattr(results, ours) for name, ours in names.items()}
                 if "log_sum_sq_probs" in values:  # lse(2 z) - 2 lse(z)
                     with torch.no_grad():
-                        arguments["temperature"] /= 2.0
+                        arguments["temperature"] = self.temperature / 2.0
                         of_doubled: Any = state.token_results("lse", target=labels, **arguments).lse
                         values["log_sum_sq_probs"] = of_doubled - 2.0 * values["log_sum_sq_probs"]
                 fields = {name: value[:, : labels.shape[1] - shift] for name, value in values.items()}

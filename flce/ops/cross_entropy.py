@@ -140,7 +140,8 @@ def _compute_gradient(p: CrossEntropyProblem, normalizer: Tensor, scales: Tensor
         inputs = _row_inputs(p, scales if scales.numel() else backend.loss_scales(p))
         inputs = inputs._replace(upstream=as_vector(upstream) if upstream.dim() else upstream)
         row_gradient, tile = upstream.new_empty(LOSS_GRADIENT_SLOTS, len(inputs.target)), _tile(p, keep_logits=True)
-        call = GradientCall(inputs, p.spec, tile, normalizer.reshape(len(normalizer), -1), row_gradient)
+        normalizer = normalizer.reshape(len(normalizer), -1).contiguous()  # a hook may have returned other strides
+        call = GradientCall(inputs, p.spec, tile, normalizer, row_gradient)
         backend.row_gradient(call)
         backend.gradient(as_rows(p.logits), as_rows(grad), call)
     return grad

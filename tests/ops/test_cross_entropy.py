@@ -182,19 +182,20 @@ def test_parts_of_one_tensor(backend: str, device: torch.device) -> None:
     torch.testing.assert_close(x.grad, expected.grad)
 
 
-def test_saved_tensor_hooks(backend: str, device: torch.device) -> None:
-    """A hook may store the gradient elsewhere until backward, and return it with other strides."""
+@INPLACE
+def test_saved_tensor_hooks(inplace: bool, backend: str, device: torch.device) -> None:
+    """A hook may store tensors elsewhere until backward, and return them with other strides."""
 
     def class_by_class(t: Tensor) -> Tensor:
         return t.movedim(-1, 0).contiguous().movedim(0, -1)
 
     unpacks: list[Callable[[Tensor], Tensor]] = [lambda t: t.contiguous(), class_by_class]
-    for reduction, unpack in itertools.product(("mean", "none"), unpacks):
-        p = make((3, 4), reduction=reduction, device=device)
+    for leading, reduction, unpack in itertools.product(((3, 4), (1, 12)), ("mean", "none"), unpacks):
+        p = make(leading, reduction=reduction, device=device)
         memory, view = place_in_layout(p.input, "in the middle")
         x = memory.requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), unpack):
-            loss = loss_of(view(x * 1), p.target, reduction=reduction, inplace=True)
+            loss = loss_of(view(x * 1), p.target, reduction=reduction, inplace=inplace)
         upstream = torch.linspace(0.5, 2.0, loss.numel(), dtype=loss.dtype, device=device).view(loss.shape)
         loss.backward(upstream)
         torch.testing.assert_close(view(x.grad), run_oracle(p, grad_output=upstream).grad_input)  # type: ignore[arg-type]

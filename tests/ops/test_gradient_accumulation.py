@@ -113,13 +113,28 @@ def test_gradients_are_added(
 
 @parametrize_pairs(kind=("torch_backend", "on_hopper"), how=tuple(OPTIONS))
 def test_sums_are_rounded_once(kind: str, how: str, request: pytest.FixtureRequest, device: torch.device) -> None:
-    """dW of bfloat16 numbers is not rounded before it is added to a float32 gradient, of any memory format."""
+    """dW of bfloat16 numbers is not rounded before it is added to a float32 gradient, of any memory format. A float64
+    gradient is not rounded to float32."""
     request.getfixturevalue(kind)
     call = Call(torch.bfloat16, device)
     call.w.main_grad = target = torch.zeros(H, V, device=device).t()
     call.loss(**OPTIONS[how]).backward()
     assert_added(target, 0.0, call.dw, torch.bfloat16)
     assert not target.equal(target.bfloat16().float())
+    call.w.main_grad = wide = torch.full((V, H), 1e8, dtype=torch.float64, device=device)
+    call.loss(**OPTIONS[how]).backward()
+    torch.testing.assert_close(wide - 1e8, target.double(), rtol=1e-5, atol=1e-7)
+
+
+@parametrize_pairs(kind=("torch_backend", "on_hopper"), how=tuple(OPTIONS))
+def test_wide_numbers_and_a_narrow_gradient(
+    kind: str, how: str, request: pytest.FixtureRequest, device: torch.device
+) -> None:
+    request.getfixturevalue(kind)
+    call = Call(torch.float64, device)
+    target = add_main_grad(call.w, torch.bfloat16)
+    call.loss(**OPTIONS[how]).backward()
+    assert_added(target, 0.5, call.dw, torch.bfloat16)
 
 
 def test_results_of_autograd_grad_are_not_added() -> None:
