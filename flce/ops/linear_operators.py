@@ -190,8 +190,9 @@ def pack_samples(p: LinearCrossEntropyProblem, samples: Tensor | None) -> Tensor
     depend on the plan: if the plan does not sample, they have no values."""
     if samples is not None:
         return samples
-    is_sampled = p.is_traced and make_case(p).samples
-    return p.target.new_empty(sum(Samples.sizes(p.num_tokens, p.local_vocab_size)) * is_sampled, dtype=torch.int32)
+    # Not a product with a bool: PyTorch 2.11 cannot multiply a symbol by it.
+    size = sum(Samples.sizes(p.num_tokens, p.local_vocab_size)) if p.is_traced and make_case(p).samples else 0
+    return p.target.new_empty(size, dtype=torch.int32)
 
 
 def count_flops(p: LinearCrossEntropyProblem) -> tuple[int, int]:
