@@ -26,6 +26,7 @@ from flce.ops.gradient_accumulation import find_targets, replace_added
 from flce.ops.linear_operators import (
     SCHEMA,
     OperatorArguments,
+    as_saved,
     count_flops,
     fake_deferred_gradients,
     fake_gradients,
@@ -162,11 +163,8 @@ def _compute_gradients(
     """Return the needed gradients, in the order of `Needs.flat`. `can_bypass`: the result of `_can_bypass_dispatcher`;
     `in_place`: True if the memory of saved gradients may be overwritten."""
     if ctx.deferred:
-        normalizer, samples, *tensors = saved
-        rows, arguments = (
-            (normalizer, samples, upstream.contiguous()),
-            OperatorArguments.from_tensors(tensors, ctx.constants),
-        )
+        rows, tensors = as_saved((*saved[:2], upstream), saved[2:])
+        arguments = OperatorArguments.from_tensors(tensors, ctx.constants)
         problem = find_targets(arguments.to_problem())
         if can_bypass or problem.dw_targets:
             return replace_added(_backward(*rows, problem), problem)

@@ -23,6 +23,7 @@ from flce.ops.gradient_accumulation import find_targets, replace_added
 from flce.ops.linear_operators import (
     SCHEMA,
     OperatorArguments,
+    as_saved,
     count_flops,
     fake_deferred_gradients,
     on_problem,
@@ -131,7 +132,8 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         return OperatorArguments.place_gradients(ctx.needs, num_teacher_terms=ctx.num_teacher_terms)
     update_active_counters()
     tensors = ctx.saved_tensors  # read once, as checkpoints require
-    saved, arguments = tensors[:_NUM_SAVED], OperatorArguments.from_tensors(tensors[_NUM_SAVED:], ctx.constants)
+    saved, tensors = as_saved(tensors[:_NUM_SAVED], tensors[_NUM_SAVED:])
+    arguments = OperatorArguments.from_tensors(tensors, ctx.constants)
     requested = [*ctx.requested.values()][:NUM_DIFFERENTIABLE]
     given = [None if g is None or not ok else g.contiguous() for g, ok in zip(given, requested, strict=True)]
     problem = find_targets(arguments.to_problem(LogprobSpec))

@@ -117,6 +117,13 @@ def problem_tensors(p: LinearCrossEntropyProblem) -> tuple[Tensor | None, ...]:
     return (*[x for x, _ in terms], *[w for _, w in terms], *others)
 
 
+def as_saved(rows: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> tuple[Any, list[Any]]:
+    """Return `rows` and the vectors of `problem_tensors` contiguous, as they were saved: a hook on saved tensors may
+    have returned other strides."""
+    rows, vectors = ([None if t is None else t.contiguous() for t in each] for each in (rows, tensors[-len(_FIELDS) :]))
+    return rows, [*tensors[: -len(_FIELDS)], *vectors]
+
+
 def make_case(p: LinearCrossEntropyProblem, gpu: DescribedDevice | None = None) -> Case:
     """Return the case of a call. `gpu`: GPU to plan for, instead of the device of the tensors."""
     options, most_classes, sharding = p.options, p.local_vocab_size, None

@@ -504,3 +504,32 @@ def test_formulas_refuse_an_option_that_they_do_not_have(monkeypatch: pytest.Mon
         flce.fused_linear_cross_entropy(x, w, y, z_loss=0.5)
     with pytest.raises(NotImplementedError, match="z_loss"):
         flce.cross_entropy(x, y, z_loss=0.5)
+
+
+@pytest.mark.parametrize("call", ["tokens", "vocab", "sampled", "logprobs"])
+def test_a_hook_that_returns_saved_tensors_with_other_strides(call: str, backend: str, device: torch.device) -> None:
+    """Gradients that backward computes from saved tensors equal those of the oracle."""
+
+    def unpack(t: Tensor) -> Tensor:
+        if t.dim() == 1:
+            return torch.stack((t, t), 1)[:, 0]
+        return t.t().contiguous().t() if t.dim() == 2 else t
+
+    p = make_problem((13,), 8, 50, dtype=torch.float32, device=device, bias=True, class_weight=call != "logprobs")
+    q = p.map(lambda t, _: t.clone().requires_grad_())
+    how: dict[str, Any] = {"sample_below": 2.0**-20} if call == "sampled" else {"strategy": call}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        if call == "logprobs":
+            out: Any = flce.linear_logprobs(q.input, q.linear_weight, q.target, linear_bias=q.linear_bias)
+            loss: Any = -out.logprob
+        else:
+            options = flce.ChunkOptions(**how)
+            loss = flce.fused_linear_cross_entropy(
+                q.input, q.linear_weight, q.target, linear_bias=q.linear_bias, reduction="none", options=options,
+                **q.kwargs,
+            )  # fmt: skip
+    loss.sum().backward()
+    expected = run_oracle(p.with_(reduction="none"))
+    pairs: Any = (q.input.grad, expected.grad_input), (q.linear_weight.grad, expected.grad_weight)
+    for found, wanted in pairs:
+        assert relative_error(found, wanted) < 1e-5
