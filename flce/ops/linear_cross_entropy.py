@@ -163,8 +163,8 @@ def _compute_gradients(
     """Return the needed gradients, in the order of `Needs.flat`. `can_bypass`: the result of `_can_bypass_dispatcher`;
     `in_place`: True if the memory of saved gradients may be overwritten."""
     if ctx.deferred:
-        rows, tensors = as_saved((*saved[:2], upstream), saved[2:])
-        arguments = OperatorArguments.from_tensors(tensors, ctx.constants)
+        (normalizer, samples, upstream), tensors = as_saved((*saved[:2], upstream), saved[2:])
+        rows, arguments = (normalizer, samples, upstream), OperatorArguments.from_tensors(tensors, ctx.constants)
         problem = find_targets(arguments.to_problem())
         if can_bypass or problem.dw_targets:
             return replace_added(_backward(*rows, problem), problem)
