@@ -371,7 +371,7 @@ def cross_entropy(
     The classes are the **last** dimension, for any number of dimensions. In ``torch`` they are the second dimension, as
     in (N, C, d); the equivalent here is ``logits.movedim(1, -1)``. Logits are read without a copy if the classes are
     contiguous in memory and there is one stride between rows, as in ``logits[..., :V]``. Others are copied, such as
-    ``logits[:, :-1]``: give ``shift=1`` instead.
+    ``logits[:, :-1]``: give ``shift=1`` instead. ``FLCE_LOG=debug`` logs each copy.
 
     Args:
         logits: (..., V) in float16, bfloat16, float32 or float64, also under autocast. With `process_group` the columns

@@ -30,6 +30,7 @@ from flce.backends.contract import (
     TileClasses,
 )
 from flce.backends.formulas import Targets, write_empty_state, write_results
+from flce.core.log import is_debug_enabled, logger
 from flce.core.problem import CrossEntropyProblem, LossSpec
 from flce.core.shard import Shard
 from flce.engine import vectors
@@ -103,6 +104,8 @@ def check_overwritable(logits: Tensor) -> None:
 
 def _compute_losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
     """Return the results of the operator, as `_RESULTS` lists them."""
+    if is_debug_enabled() and not has_rows(p.logits):
+        logger.debug("logits of shape %s are copied, strides %s", tuple(p.logits.shape), p.logits.stride())
     backend = get_backend(p.device)
     scales = vectors.LossScales(p, backend, needs_scales=False).for_loss
     out = RowOutputs.allocate(p.spec, p.accum, (p.target.numel(),), Arena(p.device).new)

@@ -63,6 +63,14 @@ def test_each_shape_once(logged: Any, torch_backend: str) -> None:
     assert "reduction='none', label_smoothing=0.1, gradients" in other
 
 
+def test_copies_of_logits(logged: Any, torch_backend: str) -> None:
+    logits, target = torch.randn(2, 4, 9), torch.zeros(2, 4, dtype=torch.long)
+    flce.cross_entropy(logits, target)
+    assert not logged()
+    flce.cross_entropy(logits[:, :-1], target[:, :-1])
+    assert logged() == ["logits of shape (2, 3, 9) are copied, strides (36, 9, 1)"]
+
+
 class _Nothing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
