@@ -27,7 +27,7 @@ from benchmarks.memory import profile_memory
 from flce.core.options import ChunkOptions
 from flce.huggingface.estimate import rehearsal, sharding
 from flce.huggingface.estimate import training_memory as memory
-from flce.huggingface.estimate.language_model import Lora, step_inputs
+from flce.huggingface.estimate.language_model import Lora
 from flce.huggingface.estimate.sharding import Sharding
 from flce.huggingface.estimate.training_memory import StepError, StepMemory, Training, TrainingMemory, Variant
 from flce.planning.device_kinds import resolve_device
@@ -123,7 +123,7 @@ def test_real_steps(kind: str, dtype: torch.dtype, mixed: torch.dtype | None, ch
     model = type(steps.model)._from_config(model_config, dtype=dtype).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    inputs, values = step_inputs(steps.model, 2, length)
+    inputs, values = steps.inputs.tensors(2, length)
     inputs |= values
 
     def run_step() -> None:
@@ -183,15 +183,16 @@ def test_optimizers() -> None:
         optimizer: Any = create()
         optimizer.step()
         held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-        assert sum(t.nbytes for t in held if t.dim()) == sum(map(memory.OPTIMIZERS[name], parameters)), name
+        expected = memory.OPTIMIZERS[name]
+        assert sum(t.nbytes for t in held if t.dim()) == sum(map(expected.state_bytes, parameters)), name
         if name == "adamw-foreach":
-            copy = sum(p.nbytes for p in parameters)
-            assert profile_memory(optimizer.step, device="cpu").peak == pytest.approx(copy, rel=0.05)
+            copies = expected.copies * sum(p.nbytes for p in parameters)
+            assert profile_memory(optimizer.step, device="cpu").peak == pytest.approx(copies, rel=0.05)
 
 
 def test_eight_bits() -> None:
     """Check the state of bitsandbytes: 2 bytes for each entry, 2 float32 for 256 entries; small tensors in float32."""
-    state = memory.OPTIMIZERS["adamw-8bit"]
+    state = memory.OPTIMIZERS["adamw-8bit"].state_bytes
     assert state(torch.empty(1 << 20, device="meta")) == (2 << 20) + 2 * 4 * (1 << 20) // 256
     assert state(torch.empty(5000, device="meta")) == 2 * 5000 + 2 * 4 * 20
     assert state(torch.empty(100, device="meta")) == 800

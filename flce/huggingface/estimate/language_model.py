@@ -103,24 +103,27 @@ def max_positions(config: Any) -> int | None:
     return None
 
 
-def step_inputs(model: Any, batch_size: int, length: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the arguments of a call in a training step, on the meta device, and the values of tensors, by name.
+class StepInputs:
+    """The inputs of a model in a training step. Raises ValueError if the model has no argument ``input_ids``."""
 
-    Raises ValueError if the model has no argument ``input_ids``.
-    """
-    parameters = inspect.signature(model.forward).parameters
-    if "input_ids" not in parameters:
-        raise ValueError(f"a {type(model).__name__} expects {model.main_input_name} instead of tokens")
-    tokens = torch.full((batch_size, length), _text_token(model.config), dtype=torch.int64)
-    values = {"labels": tokens, "input_ids": tokens}
-    # Models of text and images need the type of each token.
-    names = {"token_type_ids", "mm_token_type_ids"} & parameters.keys()
-    values |= dict.fromkeys(sorted(names), torch.zeros_like(tokens))
-    meta_tensors = {id(value): torch.empty_like(value, device="meta") for value in values.values()}
-    arguments: dict[str, Any] = {name: meta_tensors[id(value)] for name, value in values.items()}
-    if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        arguments["use_cache"] = False
-    return arguments, values
+    def __init__(self, model: Any) -> None:
+        config, self._arguments = model.config, inspect.signature(model.forward).parameters
+        if "input_ids" not in self._arguments:
+            raise ValueError(f"a {type(model).__name__} expects {model.main_input_name} instead of tokens")
+        self._token = _text_token(config)
+
+    def tensors(self, batch_size: int, length: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the arguments of a call on the meta device, and the values of the tensors among them, by name."""
+        tokens = torch.full((batch_size, length), self._token, dtype=torch.int64)
+        values = {"labels": tokens, "input_ids": tokens}
+        # Models of text and images need the type of each token.
+        names = {"token_type_ids", "mm_token_type_ids"} & self._arguments.keys()
+        values |= dict.fromkeys(sorted(names), torch.zeros_like(tokens))
+        meta_tensors = {id(value): torch.empty_like(value, device="meta") for value in values.values()}
+        arguments: dict[str, Any] = {name: meta_tensors[id(value)] for name, value in values.items()}
+        if "use_cache" in self._arguments or any(p.kind is p.VAR_KEYWORD for p in self._arguments.values()):
+            arguments["use_cache"] = False
+        return arguments, values
 
 
 def _text_token(config: Any) -> int:

@@ -21,13 +21,13 @@ from flce.core.device_record import UNKNOWN_DEVICE
 from flce.core.options import ChunkOptions
 from flce.huggingface.estimate.language_model import (
     Lora,
+    StepInputs,
     add_adapters,
     format_in_one_line,
     make_model,
     max_positions,
     output_embedding,
     quantize_linear_layers,
-    step_inputs,
 )
 from flce.huggingface.estimate.rehearsal import (
     ACTIVATIONS,
@@ -56,21 +56,28 @@ CLOSE_ENOUGH = 0.99
 MAX_TOKENS = 1 << 26
 
 
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """Bytes of an optimizer's state for a parameter, and number of copies of all parameters during its step."""
+
+    state_bytes: Callable[[Tensor], int]
+    copies: int = 0
+
+
 def _adamw_8bit_state_bytes(parameter: Tensor) -> int:
     # bitsandbytes stores two 8-bit states with a float32 for every 256 entries, or two float32 states if few entries.
     n = parameter.numel()
     return 2 * (n + 4 * -(-n // 256)) if n >= 4096 else 8 * n
 
 
-OPTIMIZERS: dict[str, Callable[[Tensor], int]] = {
-    "adamw": lambda p: 2 * p.nbytes,
-    "adamw-foreach": lambda p: 2 * p.nbytes,
-    "adamw-8bit": _adamw_8bit_state_bytes,
-    "sgd": lambda p: 0,
-    "sgd-momentum": lambda p: p.nbytes,
-    "none": lambda p: 0,
+OPTIMIZERS = {
+    "adamw": OptimizerMemory(lambda p: 2 * p.nbytes),
+    "adamw-foreach": OptimizerMemory(lambda p: 2 * p.nbytes, copies=1),
+    "adamw-8bit": OptimizerMemory(_adamw_8bit_state_bytes),
+    "sgd": OptimizerMemory(lambda p: 0),
+    "sgd-momentum": OptimizerMemory(lambda p: p.nbytes),
+    "none": OptimizerMemory(lambda p: 0),
 }
-"""The bytes of each optimizer's state for a parameter."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,7 @@ class LongestSequence:
 class TrainingMemory:
     """The memory of training steps of one model on a simulated GPU.
 
-    Raises ValueError if `make_model` or `step_inputs` of `language_model.py` cannot create a model or its inputs, and
+    Raises ValueError if `make_model` or `StepInputs` of `language_model.py` cannot create a model or its inputs, and
     AdapterError if PEFT cannot add the adapters.
     """
 
@@ -153,7 +160,7 @@ class TrainingMemory:
                 quantize_linear_layers(self.model)
             if training.lora is not None:
                 add_adapters(self.model, training.lora)
-        step_inputs(self.model, 1, 1)  # raises ValueError for a model without tokens
+        self.inputs = StepInputs(self.model)
         head = output_embedding(self.model)
         if training.frozen_head and head is not None:
             head.weight.requires_grad_(False)
@@ -254,20 +261,19 @@ class TrainingMemory:
     def _rehearse(self, length: int) -> StepMemory:
         training, model = self.training, self.model
         trained = [p for p in model.parameters() if p.requires_grad]
-        state_bytes = OPTIMIZERS[training.optimizer]
-        copies = int(training.optimizer == "adamw-foreach")  # of all parameters, during the step of the optimizer
+        optimizer = OPTIMIZERS[training.optimizer]
         meter = self._meter = StepMeter(self.device, training.autocast)
         handles: list[Any] = []
         self._shards: Shards | None = None
         if training.sharding is not None:
-            self._shards = Shards(model, training.sharding, meter, state_bytes, training.accumulation)
+            self._shards = Shards(model, training.sharding, meter, optimizer.state_bytes, training.accumulation)
             handles += self._shards.handles
         else:
-            meter.add_bytes(sum(map(state_bytes, trained)), OPTIMIZER)
+            meter.add_bytes(sum(map(optimizer.state_bytes, trained)), OPTIMIZER)
         for tensor in (*model.parameters(), *model.buffers()):
             meter.track_storage(tensor, WEIGHTS, is_permanent=True)
         meter.add_bytes(LIBRARY_BYTES, TEMPORARY)
-        inputs, values = step_inputs(model, training.batch_size, length)
+        inputs, values = self.inputs.tensors(training.batch_size, length)
         for name, value in values.items():
             meter.track_storage(inputs[name], ACTIVATIONS)
             meter.set_value(inputs[name], value)
@@ -287,9 +293,9 @@ class TrainingMemory:
                     meter.category = TEMPORARY
                 torch.autograd.backward([loss])
             if self._shards is None:
-                meter.add_temporary_bytes(copies * sum(p.nbytes for p in trained), OPTIMIZER)
+                meter.add_temporary_bytes(optimizer.copies * sum(p.nbytes for p in trained), OPTIMIZER)
             else:
-                self._shards.step(copies)
+                self._shards.step(optimizer.copies)
         finally:
             for handle in handles:
                 handle.remove()
