@@ -329,19 +329,18 @@ register_operator(
 # Memory layout of rows of logits
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """Return (..., V) as (N, V) with contiguous classes: a view if the rows have one stride, else a copy."""
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return rows if rows.shape[-1] == 1 or rows.stride(-1) == 1 else rows.contiguous()
-
-
 def has_rows(x: Tensor) -> bool:
-    """Return True if `as_rows` returns a view."""
+    """Return True if (..., V) is rows with contiguous classes and one stride between them, or empty."""
     try:
         rows = x.view(x.shape[:-1].numel(), x.shape[-1])
     except RuntimeError:
         return x.numel() == 0
     return x.numel() == 0 or rows.shape[-1] == 1 or rows.stride(-1) == 1
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Return (..., V) as (N, V): a view, or a copy if `has_rows` is False."""
+    return (x if has_rows(x) else x.contiguous()).reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def as_vector(x: Tensor) -> Tensor:
