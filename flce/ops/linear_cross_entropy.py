@@ -164,11 +164,12 @@ def _compute_gradients(
     `in_place`: True if the memory of saved gradients may be overwritten."""
     if ctx.deferred:
         (normalizer, samples, upstream), tensors = as_saved((*saved[:2], upstream), saved[2:])
-        rows, arguments = (normalizer, samples, upstream), OperatorArguments.from_tensors(tensors, ctx.constants)
+        arguments = OperatorArguments.from_tensors(tensors, ctx.constants)
         problem = find_targets(arguments.to_problem())
         if can_bypass or problem.dw_targets:
-            return replace_added(_backward(*rows, problem), problem)
-        gradients: list[Tensor] = torch.ops.flce.linear_cross_entropy_backward(*rows, *arguments)
+            return replace_added(_backward(normalizer, samples, upstream, problem), problem)
+        operator: Any = torch.ops.flce.linear_cross_entropy_backward
+        gradients: list[Tensor] = operator(normalizer, samples, upstream, *arguments)
         return gradients
     *grads, gradient_scale = saved
     factor = upstream
