@@ -97,7 +97,7 @@ COLUMNS_GRID = allpairs(
 def test_columns(
     case: dict[str, Any], triton_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No element before the first or after the last row is written. tests/search compares the values."""
+    """All rows are written, and no element before the first or after the last row."""
     from flce.backends.triton import softmax
 
     (dtype, out), columns, name, rows = case["dtypes"], case["columns"], case["name"], 11
@@ -113,10 +113,20 @@ def test_columns(
     x = torch.randn(rows, columns, dtype=f64).mul(3).to(device, dtype)
     g = torch.randn(rows, columns, dtype=f64).to(device, out)
     y = softmax.forward(x, out, name == "log_softmax", launch)
-    softmax.backward(g, y, dtype, name == "log_softmax", launch)
+    dx = softmax.backward(g, y, dtype, name == "log_softmax", launch)
     monkeypatch.undo()
     for buffer in buffers:
         assert bool((buffer[:64] == 7).all() and (buffer[-64:] == 7).all())
+
+    wide, tolerance = x.double().requires_grad_(), TOLERANCE[min(dtype, out, key=lambda t: t.itemsize)]
+    expected = FUNCTIONS[name][1](wide, 1)
+    (expected_dx,) = torch.autograd.grad(expected, wide, g.double())
+    for row in range(rows):
+        assert_near(y[row], expected[row], tolerance, f"row {row}")
+        # The gradient is a difference of terms of a rounded result: errors are relative to the terms.
+        terms = float((g[row].abs().max() + g[row].sum().abs()).double())
+        error = float((dx[row].double() - expected_dx[row]).abs().max())
+        assert error <= 4 * tolerance * max(1.0, terms), f"gradient of row {row}: off by {error:.3e}"
 
 
 @pytest.mark.parametrize("launch, name", zip(LAUNCHES, itertools.cycle(FUNCTIONS)))
