@@ -277,11 +277,14 @@ OF_TRAINED = [
 # Without checkpointing the peak is in the loss, so a budget lowers it. Stock has 118 GiB there.
 SETTINGS: list[dict[str, Any]] = [{}, {"checkpointing": False, "budgets_mib": (256,)}, {"lora_rank": 16}]
 PRESETS: dict[str, Callable[[], Plan]] = {
-    # Seconds on a CPU, for the tests; half a minute of one large GPU; three minutes.
+    # Seconds on a CPU, for the tests; half a minute of one large GPU; three minutes; six minutes.
     "tiny": lambda: plan_cases([replace(TINY, **SETTINGS[1]), replace(TINY, **SETTINGS[2])], 2, 1.0),
     "h200-short": lambda: plan_cases([SHORT], rounds=3, seconds=4.0),
     # For README.md and docs/performance.md.
     "h200-pages": lambda: plan_cases([replace(QUOTED, model=m, **s) for s in SETTINGS for m in MODELS], 3, 4.0),
+    "h200": lambda: plan_cases(
+        [replace(SHORT, model=m, budgets_mib=(384, 1024), contenders=None) for m in MODELS], rounds=4, seconds=6.0
+    ),
     # Real models, and one that is trained first, because gradients of random weights are dense. Three minutes.
     "real-models": lambda: plan_cases(OF_TRAINED, rounds=3, seconds=2.0),
 }

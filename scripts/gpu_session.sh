@@ -15,6 +15,7 @@
 #                  settings, the picture of memory over a step; eight minutes, in a separate call
 #     model-pages  of the part pages only the training steps; three minutes and a half
 #     model-short  training steps of a whole model, 4 x 8192 tokens
+#     model        training steps of whole models; in a separate call
 #     rows         losses and softmaxes of rows in memory, over their length; about four minutes
 #     logprobs     linear_logprobs, bare products, and kernels of TRL, Liger and verl; two minutes and a half
 #     divergence   linear_divergence, bare products, and kernels of TRL and Liger; two minutes
@@ -40,7 +41,7 @@
 #   PYTHON    the Python to use (python3), with torch, triton, pytest, typer and matplotlib; for models also transformers
 #   WORKERS   processes of the tests (as many as cores and as 9 GiB of the GPU's memory, 16 at most)
 #   PRESET    preset of the benchmarks: h200, or "tiny", which also runs without a GPU
-#   ARGS      more arguments for model-short, such as "--set budgets_mib=512 --set optimizer=sgd"
+#   ARGS      more arguments for model-short and model, such as "--set budgets_mib=512 --set optimizer=sgd"
 #   WHEELS    folder with wheels of peers (.whl), installed for this run only
 #   SECONDS_ALL       limit of all parts together (525)
 #   SANITIZE_SECONDS  limit of the tests under compute-sanitizer (500)
@@ -279,6 +280,8 @@ for name in $parts; do
         model-pages) benchmark model model h200-pages 225 ;;
         # shellcheck disable=SC2086  # several arguments
         model-short) benchmark model model h200-short 100 ${ARGS:-} ;;
+        # shellcheck disable=SC2086
+        model) benchmark model model h200 500 ${ARGS:-} ;;
         distributed)
             OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
                 "$python" -m pytest -q --tb=short --maxfail=12 --durations=8 -p no:cacheprovider tests/distributed
