@@ -443,21 +443,6 @@ class Backend(Protocol):
         x: (rows, H), weight: (V, H), of half precision. Temporary memory: `fused_product_scratch_bytes`.
         """
 
-    def set_thresholds(
-        self, x: Tensor, target: Tensor, index: Tensor | None, first_row: int, logarithm: float, threshold: Tensor,
-        seeds: Tensor,
-    ) -> None:  # fmt: skip
-        """Write the seeds of some rows, a hash of position, hidden state and bound, and their thresholds (`Marks`).
-
-        Args:
-            x: (rows, H).
-            target: (rows,) int64; -2: the row is ignored.
-            index: (rows,) the positions in the call; None: from `first_row` on.
-            logarithm: of the threshold over the bound.
-            threshold: (rows,) float32 the bound, which is replaced.
-            seeds: (rows,) int32 output.
-        """
-
     def mark_entries(self, logits: Tensor, call: StatisticsCall, marks: Marks) -> None:
         """Write the words of ``marks.words`` of the classes of a tile, whose logits are not changed."""
 

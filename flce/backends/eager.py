@@ -175,8 +175,6 @@ class TorchBackend:
             ratio = z.sub_(marks.threshold[part, None]).exp_()
             words[part] = sampling.pack_marks(sampling.uniform(marks.seeds[part, None], classes) < ratio)
 
-    set_thresholds = staticmethod(sampling.set_thresholds)
-
     def list_entries(self, words: Tensor, omitted: Tensor, target: Tensor, out: Samples) -> None:
         for rows in _row_slabs(words, sampling.LIST_BYTES * WORD_CLASSES * words.shape[1]):
             sampling.list_entries(words[rows], omitted, target[rows], out.select_rows(rows))

@@ -32,6 +32,9 @@ ENTRIES_AT_ONCE = 1024
 # Bytes for each class that the choice of frequent classes allocates, and of which the PyTorch backend marks and lists
 # entries, if all are listed.
 CHOICE_BYTES, MARK_BYTES, LIST_BYTES = 48, 48, 48
+# Numbers of a hidden state whose bits its seed depends on, and the bytes that `row_seeds` allocates for a row.
+SEED_COLUMNS = 32
+SEED_BYTES = 8 * (SEED_COLUMNS + 6)
 
 
 def uniform(seeds: Tensor, classes: Tensor) -> Tensor:
@@ -43,17 +46,15 @@ def uniform(seeds: Tensor, classes: Tensor) -> Tensor:
     return ((h >> 9).float() + 0.5) * 2.0**-23
 
 
-def set_thresholds(
-    x: Tensor, target: Tensor, index: Tensor | None, first_row: int, logarithm: float, threshold: Tensor, seeds: Tensor
-) -> None:
-    position = torch.arange(first_row, first_row + len(x), device=x.device) if index is None else index
+def row_seeds(x: Tensor, positions: Tensor, bounds: Tensor) -> Tensor:
+    """Return the seeds of rows, int64 numbers of 32 bits: a hash of the position in the call, of the first numbers of
+    the hidden state, and of the bound, float32."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = x.detach().view(integers[x.dtype.itemsize]).sum(1, dtype=torch.int64)
+    bits = x[:, :SEED_COLUMNS].view(integers[x.dtype.itemsize]).sum(1, dtype=torch.int64)
     # Products and sums wrap around. The upper half of a product depends on all bits of its factors.
-    h = position * MIX_ROWS[0] + bits * MIX_ROWS[1] + threshold.view(torch.int32).long() * MIX_ROWS[2]
+    h = positions * MIX_ROWS[0] + bits * MIX_ROWS[1] + bounds.view(torch.int32).long() * MIX_ROWS[2]
     h = (h ^ (h >> 32)) * MIX_ROWS[0]
-    seeds.copy_((h ^ (h >> 29)) * MIX_ROWS[1] >> 32)
-    threshold.add_(logarithm).masked_fill_(target == IGNORED, torch.inf)
+    return (h ^ (h >> 29)) * MIX_ROWS[1] >> 32
 
 
 def temporary_bytes(hidden: int, classes: int = 0) -> int:

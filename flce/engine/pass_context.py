@@ -22,6 +22,7 @@ from flce.backends.contract import (
     TileCall,
 )
 from flce.backends.formulas import finish_divergence
+from flce.backends.sampling import row_seeds
 from flce.core import gemm
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.log import find_caller, sampled_passes
@@ -447,6 +448,12 @@ class PassContext:
             return None if num_entries < 0 else num_entries
 
         return wait
+
+    def draw_seeds(self, bounds: Tensor, tokens: slice, seeds: Tensor) -> None:
+        """Write the seeds of the random numbers of some rows, whose sums of exponentials have these `bounds`."""
+        index = self.selection.index
+        positions = torch.arange(tokens.start, tokens.stop, device=seeds.device) if index is None else index[tokens]
+        seeds.copy_(row_seeds(self.term_inputs(tokens)[0], positions, bounds))
 
     def write_largest(self, x: Tensor, out: Tensor) -> None:
         """Write the indices of the largest numbers of `x`, as many as `out` has, to `out`."""

@@ -262,10 +262,6 @@ class CountingBackend:
         self.add_pass(launches=4)
         self.add_scratch(self.case.num_tokens * contract.SORT_ROW_BYTES)
 
-    def set_thresholds(self, x: Tensor, *args: Any) -> None:
-        self.add_pass(x)
-        self.add_torch_scratch(x.numel() * 8)
-
     def mark_entries(self, logits: Tensor, call: Any, marks: contract.Marks) -> None:
         self._pass(logits, keep_logits=True)
         self._add_slab(len(logits), sampling.MARK_BYTES * logits.shape[1])
@@ -368,6 +364,10 @@ class CountingContext(PassContext):
 
     def count_entries(self) -> Callable[[], int | None]:
         return lambda: contract.ENTRIES_PER_TOKEN * self.problem.num_tokens
+
+    def draw_seeds(self, bounds: Tensor, tokens: slice, seeds: Tensor) -> None:
+        self._meter.add_pass(launches=12)
+        self._meter.add_scratch(len(bounds) * sampling.SEED_BYTES)
 
     def write_largest(self, x: Tensor, out: Tensor) -> None:
         self._meter.add_pass(*[x] * 8, launches=12)

@@ -193,7 +193,6 @@ class TritonBackend:
     unscaled_weight_gradient = staticmethod(unscaled_weight_gradient)
     add_target_terms = staticmethod(add_target_terms)
     mark_entries = staticmethod(_replayed(sampling.mark_entries))
-    set_thresholds = staticmethod(_replayed(sampling.set_thresholds))
     list_entries = staticmethod(sampling.list_entries)
     sampled_gradient = staticmethod(_replayed(sampling.sampled_gradient))
     sampled_weight_gradient = staticmethod(_replayed(sampling.sampled_weight_gradient))

@@ -38,8 +38,6 @@ from flce.core.problem import accumulation_dtype
 _GOLDEN = tl.constexpr(sampling.GOLDEN)
 _MIX_1 = tl.constexpr(sampling.MIX_1)
 _MIX_2 = tl.constexpr(sampling.MIX_2)
-_MIX_ROWS_1, _MIX_ROWS_2, _MIX_ROWS_3 = map(tl.constexpr, sampling.MIX_ROWS)
-_IGNORED = tl.constexpr(sampling.IGNORED)
 _WORD = tl.constexpr(WORD_CLASSES)
 _LOGPROB = tl.constexpr(LOGPROB)
 _LEAST_LOGPROB = tl.constexpr(LEAST_LOGPROB)
@@ -70,41 +68,6 @@ def pack_marks(marks, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Return (ROWS, COLS) marks as (ROWS, COLS / WORD_CLASSES) words."""
     bit = (tl.arange(0, COLS) % _WORD)[None, :]
     return tl.sum(tl.reshape(marks.to(tl.int32) << bit, (ROWS, COLS // _WORD, _WORD)), axis=2)
-
-
-@triton.jit(do_not_specialize=["first_row"])
-def threshold_kernel(
-    x_ptr,  # (rows, hidden)
-    target_ptr,  # (rows,) int64
-    index_ptr,  # (rows,) int64
-    threshold_ptr,  # (rows,) the bound is replaced
-    seeds_ptr,  # (rows,) int32 output
-    x_stride,
-    x_col_stride,
-    hidden,
-    first_row,
-    logarithm: tl.float64,
-    HAS_INDEX: tl.constexpr,
-    BITS: tl.constexpr,  # int16, int32 or int64, of the size of x
-    COLS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((COLS,), tl.int64)
-    for start in range(0, hidden, COLS):
-        column = start + tl.arange(0, COLS)
-        x = tl.load(x_ptr + row * x_stride + column.to(tl.int64) * x_col_stride, mask=column < hidden, other=0.0)
-        total += x.to(BITS, bitcast=True).to(tl.int64)
-    position = first_row + row
-    if HAS_INDEX:
-        position = tl.load(index_ptr + row)
-    bound = tl.load(threshold_ptr + row)
-    h = position * _MIX_ROWS_1 + tl.sum(total, axis=0) * _MIX_ROWS_2
-    h += bound.to(tl.int32, bitcast=True).to(tl.int64) * _MIX_ROWS_3
-    h = (h ^ (h >> 32)) * _MIX_ROWS_1
-    tl.store(seeds_ptr + row, (((h ^ (h >> 29)) * _MIX_ROWS_2) >> 32).to(tl.int32))
-    is_ignored = tl.load(target_ptr + row) == _IGNORED
-    threshold = bound + tl.full((), logarithm, tl.float32)
-    tl.store(threshold_ptr + row, tl.where(is_ignored, float("inf"), threshold))
 
 
 @triton.jit(do_not_specialize=["rows", "cols", "first_class", "words_stride"])
@@ -418,18 +381,6 @@ def weight_gradient_kernel(
     if grad_ptr.dtype.element_ty == tl.bfloat16:
         total = total.to(tl.float32)  # Triton's interpreter converts float64 to bfloat16 wrongly.
     tl.store(grad_ptr, total.to(grad_ptr.dtype.element_ty), mask=mask)
-
-
-def set_thresholds(
-    x: Tensor, target: Tensor, index: Tensor | None, first_row: int, logarithm: float, threshold: Tensor, seeds: Tensor
-) -> Iterator[Launch]:
-    bits = {2: tl.int16, 4: tl.int32, 8: tl.int64}[x.element_size()]
-    cols = min(1024, triton.next_power_of_2(x.shape[1]))
-    yield build_launch(
-        threshold_kernel, (len(x),), None, {"BITS": bits, "COLS": cols, **thread_options(x.device, 4)}, x=x,
-        target=target, index=index, threshold=threshold, seeds=seeds, hidden=x.shape[1], first_row=first_row,
-        logarithm=logarithm,
-    )  # fmt: skip
 
 
 def mark_entries(logits: Tensor, call: StatisticsCall, marks: Marks) -> Iterator[Launch]:

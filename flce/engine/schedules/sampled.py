@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flce.backends.contract import ENTRIES_PER_TOKEN, FUSED_PRODUCT_BLOCK, WORD_CLASSES, Marks, Samples, num_frequent
+from flce.backends.sampling import IGNORED
 from flce.core.slices import slice_columns
 from flce.engine.case import ROW_MULTIPLE, Case, ceil_div, equal_rows
 from flce.engine.pass_context import PassContext
@@ -68,10 +69,10 @@ class Sampled(Deferred):
         # Products write the words of whole blocks.
         row_words = ceil_div(size, FUSED_PRODUCT_BLOCK) * FUSED_PRODUCT_BLOCK // WORD_CLASSES
         for chunk in ctx.chunks(self.rows):
-            (x, *_), index, of_rows = ctx.term_inputs(chunk), ctx.selection.index, samples.select_rows(chunk)
-            targets, threshold = slice_columns(target, chunk), frequent.compute_bound(chunk)
-            index = None if index is None else index[chunk]
-            ctx.backend.set_thresholds(x, targets, index, chunk.start, logarithm, threshold, of_rows.seeds)
+            of_rows, targets = samples.select_rows(chunk), slice_columns(target, chunk)
+            threshold = frequent.compute_bound(chunk)
+            ctx.draw_seeds(threshold, chunk, of_rows.seeds)
+            threshold.add_(logarithm).masked_fill_(targets == IGNORED, torch.inf)
             words = ctx.new((len(targets), row_words), torch.int32)
             ctx.compute_statistics(chunk, logits, Marks(threshold, of_rows.seeds, ctx.rows.first_class, words))
             ctx.backend.list_entries(words[:, : len(omitted)], omitted, targets, of_rows)
