@@ -19,7 +19,6 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel, gpt_model
 from megatron.core.tensor_parallel import ColumnParallelLinear, mappings
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region as gather_tokens
-from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch import Tensor
 
@@ -98,7 +97,7 @@ class _ShardState(LazyState):
     def results(
         self, labels: Tensor | None, outputs: Sequence[str], group: Any = None, temperature: float = 1.0
     ) -> list[Tensor]:
-        """Return results of each token, over the classes of all processes: "loss" and its `stats`, or `outputs` of
+        """Return results of each token, over the classes of all processes: the loss, or `outputs` of
         `flce.linear_logprobs`."""
         # With token shares, flce gathers the first dimension of (S / processes * B, H).
         tokens = LazyState.with_hidden(self, lambda x: x.reshape(-1, x.shape[-1]))
@@ -107,11 +106,11 @@ class _ShardState(LazyState):
         # Megatron's training loops mask the losses of negative labels.
         target: Any = None if labels is None else labels.where(labels >= 0, -100).reshape(-1)
         with state.gathered_weights():
-            if outputs[0] == "loss":
-                out = state.fused_loss(target, reduction="none", stats=tuple(outputs[1:]))
+            if outputs == ["loss"]:
+                results = [state.fused_loss(target, reduction="none")]
             else:
                 out = state.token_results(*outputs, target=target, temperature=temperature)
-        results = [out] if isinstance(out, Tensor) else [getattr(out, name) for name in outputs]
+                results = [getattr(out, name) for name in outputs]
         register_results(state, results)
         return [result.view(self.shape[:-1]) for result in results]
 
@@ -137,22 +136,22 @@ class _Depths:
     def set_hidden(self, mtp: Any, arguments: Any, hidden: Tensor) -> None:
         self.hidden = hidden
 
-    def next_results(self, state: _ShardState, labels: Tensor, outputs: Sequence[str]) -> list[Tensor]:
-        """Return the losses (S, B) and their `stats` of the next MTP layer or, at last, of the model."""
+    def next_loss(self, state: _ShardState, labels: Tensor) -> Tensor:
+        """Return the losses (S, B) of the next MTP layer or, at last, of the model."""
         if not self.remaining:
             division = state.division
             # Each process has its share of the tokens of every depth.
             processes = division.group.size() if division.has_token_shares else 1
             shares = self.labels.unflatten(1, (processes, -1)).transpose(0, 1)
             all_depths: Any = LazyState.with_hidden(state, lambda _: self.hidden)
-            results = all_depths.results(shares.flatten(0, 2), outputs)
-            results = [result.view(shares.shape).transpose(0, 1).flatten(1, 2) for result in results]
-            main, *others = zip(self.labels, *results, strict=True)
+            (losses,) = all_depths.results(shares.flatten(0, 2), ["loss"])
+            losses = losses.view(shares.shape).transpose(0, 1).flatten(1, 2)
+            main, *others = zip(self.labels, losses, strict=True)
             self.remaining = [*others, main]
-        own_labels, loss, *others = self.remaining.pop(0)
+        own_labels, loss = self.remaining.pop(0)
         loss = loss.where(labels == own_labels, torch.nan)  # Megatron has to roll labels as here
         # The sum of no numbers connects the model's loss with the nodes of its hidden states.
-        return [loss if self.remaining else loss + state.hidden[:0].sum(), *others]
+        return loss if self.remaining else loss + state.hidden[:0].sum()
 
 
 def _shard_state(logits: Any) -> _ShardState | None:
@@ -199,20 +198,6 @@ def _make_output_layer_lazy(
 
     contexts.callback(delattr, layer, "_forward_impl")
     layer._forward_impl = product
-    stock_counts = getattr(multi_token_prediction, _COUNTS, None)
-    if stock_counts is not None:
-        contexts.callback(setattr, multi_token_prediction, _COUNTS, stock_counts)
-        setattr(multi_token_prediction, _COUNTS, functools.partial(_count_correct_labels, stock_counts))
-
-
-# The function of Megatron-Core since 0.19 that counts correct labels of MTP layers, which Megatron logs.
-_COUNTS = "_compute_mtp_acceptance_counts"
-
-
-def _count_correct_labels(stock: Any, logits: Any, labels: Tensor, loss_mask: Tensor, *others: Any) -> Any:
-    if not hasattr(logits, "is_correct"):  # real logits
-        return stock(logits, labels, loss_mask, *others)
-    return (logits.is_correct & loss_mask.t().bool()).sum().float(), loss_mask.bool().sum().float()
 
 
 _STOCK = {name: getattr(GPTModel, name) for name in ("_postprocess", "compute_language_model_loss")}
@@ -292,11 +277,8 @@ def _compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Any:
     if state is None:
         real = logits.materialize() if is_lazy(logits) else logits
         return _STOCK["compute_language_model_loss"](self, labels, real)
-    has_counts = self.config.mtp_num_layers and hasattr(multi_token_prediction, _COUNTS)
-    arguments, depths = (labels.t(), ["loss", "correct"] if has_counts else ["loss"]), state.division.depths
-    loss, *is_correct = depths.next_results(state, *arguments) if depths else state.results(*arguments)
-    if is_correct:
-        (logits.is_correct,) = is_correct
+    depths = state.division.depths
+    loss = depths.next_loss(state, labels.t()) if depths else state.results(labels.t(), ["loss"])[0]
     return loss.t().contiguous()
 
 

@@ -7,8 +7,8 @@ a line with the reason, then the lines of the change as this program prints them
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
-import random
 import re
 import shlex
 import shutil
@@ -41,6 +41,13 @@ def mutants(files: list[Path], left_out: list[str]) -> list[Any]:
         found = [mutation for item in database.work_items for mutation in item.mutations]
     found = [m for m in found if not m.operator_name.partition("/")[2].startswith(tuple(left_out))]
     return sorted(found, key=lambda m: (str(m.module_path), m.operator_name, m.occurrence))
+
+
+def place_in_sample(mutation: Any, seed: int) -> str:
+    """Return a random number of the mutated line, so that other changes of the code leave it in the sample."""
+    line = (ROOT / mutation.module_path).read_text().splitlines()[mutation.start_pos[0] - 1]
+    text = f"{seed} {mutation.module_path} {mutation.operator_name} {line} {mutation.start_pos[1]}"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def copy_repository() -> None:
@@ -86,7 +93,7 @@ def main() -> int:
         for module in config["module"]
     }
     every = mutants([Path(file) for file in tests], config["leave-out"])
-    sample = random.Random(options.seed).sample(every, min(options.count, len(every)))
+    sample = sorted(every, key=lambda mutation: place_in_sample(mutation, options.seed))[: options.count]
     sample = [mutation for mutation in sample if options.only in str(mutation.module_path)]
     print(f"{len(sample)} of {len(every)} mutants", flush=True)
     explained, survivors = EXPLAINED.read_text() if EXPLAINED.exists() else "", []

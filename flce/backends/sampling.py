@@ -67,8 +67,7 @@ def pack_marks(marks: Tensor) -> Tensor:
     """Return bits of bools, (..., n), as int32 words, (..., n / WORD_CLASSES rounded up)."""
     words = -(-marks.shape[-1] // WORD_CLASSES)
     bits = torch.nn.functional.pad(marks, (0, words * WORD_CLASSES - marks.shape[-1])).unflatten(-1, (words, -1))
-    values = torch.tensor([1 << k for k in range(WORD_CLASSES)], device=marks.device)
-    return (bits * values).sum(-1).to(torch.int32)
+    return (bits * (1 << torch.arange(WORD_CLASSES, device=marks.device))).sum(-1).to(torch.int32)
 
 
 def list_entries(words: Tensor, omitted: Tensor, target: Tensor, out: Samples) -> None:

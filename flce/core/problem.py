@@ -251,7 +251,7 @@ class LinearCrossEntropyProblem:
     teacher_bias: Tensor | None = None  # (V,)
     candidates: Tensor | None = None  # (N, K) int64
     # In backward: gradients of weights, by term, to which dW is added. Other dW are new tensors.
-    dw_targets: Mapping[int, Tensor] | None = None
+    dw_targets: Mapping[int, Tensor] = field(default_factory=dict)
     is_traced: bool = False  # True if the call is part of a graph, which may run with other numbers of tokens
 
     # Derived fields.

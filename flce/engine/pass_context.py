@@ -287,7 +287,7 @@ class PassContext:
         grads = [self.dx_memory(k) for k in self.dx_terms]
         for k, grad in zip(self.dx_terms, grads, strict=True):
             self.rows.finish_dx_sum(k, grad)
-        targets = self.problem.dw_targets or {}
+        targets = self.problem.dw_targets
         grads += [targets[k] if k in targets else self.dw_memory(k) for k in self.dw_terms]
         if not self.problem.needs.bias:
             return grads

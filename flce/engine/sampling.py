@@ -25,16 +25,13 @@ from torch import Tensor
 from flce.backends.contract import (
     CLASSES,
     WORD_CLASSES,
-    Marks,
-    RowInputs,
     RowOutputs,
     SampledEntries,
-    StatisticsCall,
     log_sum_exp,
 )
 from flce.backends.formulas import is_class
-from flce.backends.sampling import IGNORED, NO_TARGET
-from flce.core.problem import LinearTerm, LossSpec
+from flce.backends.sampling import IGNORED, NO_TARGET, pack_marks
+from flce.core.problem import LinearTerm
 from flce.core.slices import slice_columns, slice_rows
 from flce.engine.case import ceil_div
 from flce.engine.pass_context import CandidateGrads, GradientTile, PassContext
@@ -141,14 +138,8 @@ def choose_frequent(ctx: PassContext, target: Tensor, out: Tensor) -> Tensor:
         z.neg_()
     logits[0, target] += TARGET_SCORE
     ctx.write_largest(z[0], out)
-    # Exponentials of infinity and 0 are marked and not marked, whatever the seed is.
-    z.fill_(-torch.inf).index_fill_(1, out, torch.inf)
     words = ctx.new((ceil_div(ctx.vocab_size, WORD_CLASSES),), torch.int32)
-    zero, inputs = ctx.new((1,), torch.float32, zero=True), RowInputs(out[:1], None, None, None, None)
-    assert ctx.rows.out is not None
-    call = StatisticsCall(inputs, LossSpec(), ctx.rows.tile_classes(ctx.all_classes), ctx.rows.out)
-    ctx.backend.mark_entries(z, call, Marks(zero, zero.view(torch.int32), 0, words[None]))
-    return words
+    return words.copy_(pack_marks(ctx.new((ctx.vocab_size,), torch.bool, zero=True).index_fill_(0, out, True)))
 
 
 class SampledGradients:
@@ -254,7 +245,7 @@ class SampledGradients:
         self._frequent.weights.clear()
         if not self._dense_dw:
             return
-        targets = ctx.problem.dw_targets or {}
+        targets = ctx.problem.dw_targets
         classes, order = ctx.sort_entries(entries.classes)
         numbers = torch.arange(ctx.vocab_size + 1, out=ctx.new((ctx.vocab_size + 1,), torch.int32))
         bounds = torch.searchsorted(classes, numbers, out=ctx.new(numbers.shape, torch.int64))

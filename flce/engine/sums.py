@@ -84,7 +84,7 @@ class DwSum:
 
     def __init__(self, ctx: PassContext, term: int, classes: slice, is_started: bool = False) -> None:
         self._context, self._term, self._classes = ctx, term, classes
-        self._is_started, self._target = is_started, (ctx.problem.dw_targets or {}).get(term)
+        self._is_started, self._target = is_started, ctx.problem.dw_targets.get(term)
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
         """Add ``dlogits^T x`` of a chunk. dlogits: (rows, cols), x: (rows, H)."""
@@ -229,7 +229,7 @@ def block_sum_builder(ctx: PassContext, rows: int, cols: int) -> Callable[[slice
     is_rounded = ctx.dtypes.sums != ctx.problem.dtype and (not is_single or ctx.dtypes.unscales_sums)
 
     def build(k: int, block: slice) -> DwSum:
-        target = (ctx.problem.dw_targets or {}).get(k)
+        target = ctx.problem.dw_targets.get(k)
         if target is None and not is_rounded:
             return DwSum(ctx, k, block)
         if target is not None and target.dtype == ctx.problem.accum and not ctx.dtypes.unscales_sums:

@@ -80,7 +80,7 @@ def replace_added(gradients: Sequence[Tensor], p: LinearCrossEntropyProblem) -> 
     """Return gradients with the gradients that autograd gets instead of the `dw_targets`: as from the linear layers of
     Megatron-Core, whose hooks need a `.grad` and discard it, unless `zero_out_wgrad` is set."""
     replaced: dict[int, Tensor | None] = {}
-    for k, target in (p.dw_targets or {}).items():
+    for k, target in p.dw_targets.items():
         parameter, replaced[id(target)] = _find_node(p.terms[k].weight).variable, None
         if target is not parameter.grad and hasattr(parameter, "grad_added_to_main_grad"):
             parameter.grad_added_to_main_grad = True

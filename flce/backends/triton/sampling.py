@@ -378,8 +378,6 @@ def weight_gradient_kernel(
         total /= tl.load(gradient_scale_ptr).to(ACCUM)
     grad_ptr += c * grad_stride + column.to(tl.int64) * grad_col_stride
     total += tl.load(grad_ptr, mask=mask, other=0.0)  # float64 if either is
-    if grad_ptr.dtype.element_ty == tl.bfloat16:
-        total = total.to(tl.float32)  # Triton's interpreter converts float64 to bfloat16 wrongly.
     tl.store(grad_ptr, total.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
