@@ -16,10 +16,9 @@ def fix_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     convert: Any = interpreter._convert_float
     create_dot: Any = interpreter.InterpreterBuilder.create_dot
+    cast: Any = interpreter.InterpreterBuilder.cast_impl
 
     def rounded(x: Any, source: Any, result: Any, mode: Any) -> Any:
-        if source == tl.float64 and result == tl.bfloat16:
-            x, source = x.astype(np.float32), tl.float32
         if source == tl.float32 and result == tl.bfloat16:
             bits = np.ascontiguousarray(x).view(np.uint32)
             up = bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)
@@ -31,7 +30,13 @@ def fix_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
             return x
         return interpreter.TensorHandle(convert(x.data, tl.bfloat16, tl.float32, None).view("float32"), tl.float32)
 
+    def cast_in_steps(self: Any, x: Any, result: Any) -> Any:
+        if (x.dtype.scalar, result.scalar) == (tl.float64, tl.bfloat16):
+            x = interpreter.TensorHandle(x.data.astype(np.float32), tl.float32)
+        return cast(self, x, result)
+
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast_in_steps)
     monkeypatch.setattr(
         interpreter.InterpreterBuilder,
         "create_dot",
