@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import tables
@@ -13,6 +13,7 @@ from benchmarks.grpo import GRPO, TRAINING
 from benchmarks.operator import OPERATOR, OURS, products_ms
 from benchmarks.runs import BenchResult, Run
 from benchmarks.small_card import SMALL_CARD
+from benchmarks.split_head import SPLIT_HEAD
 from benchmarks.tables import NONE, Table, format_or_dash
 from flce.core.sizes import GIB
 
@@ -31,14 +32,20 @@ def predicted(title: str, file: str) -> Source:
 
 
 def measured(
-    title: str, benchmark: Benchmark, file: str, other: str, figure: Callable[[BenchResult], str], **case: object
+    title: str,
+    benchmark: Benchmark,
+    file: str,
+    names: Sequence[str | None],
+    figure: Callable[[BenchResult], str],
+    **case: object,
 ) -> Source:
-    """Return a row of the case of a result file that has these values of fields."""
+    """Return a row of the case of a result file that has these values of fields. names: of the contenders; None: not
+    measured."""
 
     def row(folder: Path, link: str) -> list[str]:
         run = benchmark.load(folder / file)
         entry = run.find(**case)
-        figures = [figure(entry.by_name(name)) for name in ("stock", other, OURS)]
+        figures = [NONE if name is None else figure(entry.by_name(name)) for name in names]
         return [title, *figures, f"[{device_of(run)}, {run.head['date'][:10]}]({link}/{file})"]
 
     return row
@@ -53,19 +60,20 @@ def tokens(result: BenchResult) -> str:
 
 
 def peak(result: BenchResult) -> str:
-    return format_or_dash(lambda size: f"{size / GIB:.1f}")(result.peak_bytes)
+    return format_or_dash(lambda size: f"{size / GIB:.1f}")(result.peak_bytes or result.workspace_bytes)
 
 
-CARD = SMALL_CARD, "small-card-h100.json", "liger-loss", tokens
-STEP = GRPO, "h200-grpo.json", "trl"
+CARD = SMALL_CARD, "small-card-h100.json", ("stock", "liger-loss", OURS), tokens
+STEP = GRPO, "h200-grpo.json", ("stock", "trl", OURS), peak
+LAST_STAGE = SPLIT_HEAD, "last-stage-2-h200.json", ("megatron", None, "ours-main-grad"), peak
 CARDS = (
     predicted("24 GB (RTX 4090): Llama-3.1-8B, LoRA 16 on q, v", "plan-llama-3.1-8b-lora-4090.json"),
     predicted("24 GB (RTX 4090): Llama-3.1-8B, QLoRA 16 on q, v", "plan-llama-3.1-8b-qlora-4090.json"),
     measured("24 GB (simulated): Llama-3.2-1B, LoRA 16 on all layers", *CARD, lora_rank=16),
-    measured("24 GB (simulated): Llama-3.2-1B, all weights", *CARD, lora_rank=0, checkpointing=True),
     predicted("80 GB (H100): Llama-3.1-8B, LoRA 16 on q, v", "plan-llama-3.1-8b-lora-h100.json"),
     predicted("8 x 80 GB (H100), FSDP: Llama-3.1-8B, all weights", "plan-llama-3.1-8b-fsdp.json"),
-    measured("GRPO step in TRL, Llama-3.2-1B, 8 x 4096 tokens: peak, GiB", *STEP, peak, part=TRAINING),
+    measured("GRPO step in TRL, Llama-3.2-1B, 8 x 4096 tokens: peak, GiB", *STEP, part=TRAINING),
+    measured("Megatron's loss, Gemma's head at H = 4096 on 2 GPUs, 8192 tokens: peak, GiB", *LAST_STAGE, head="gemma3 english"),
 )
 
 

@@ -136,7 +136,7 @@ def sampled_heads(run: Run) -> Table:
 def head_title(case: OperatorCase) -> str:
     model, text = case.head.split()
     more = f", {case.tokens} tokens" * (case.tokens != TOKENS_OF_HEADS) + ", frozen" * (case.mode == "frozen-head")
-    more += ", without own products" * (not case.own_products)
+    more += ", vendor's products" * (not case.own_products)
     return f"{HEAD_TITLES[model]}, {text.replace('english', 'English')}, {' x '.join(map(str, case.shape[1:]))}{more}"
 
 
@@ -225,7 +225,7 @@ def measured(run: Run) -> str:
     on = tables.measured_on(Run(run.kind, head))
     results = (result for entry in run.cases for result in entry.results)
     missing = dict.fromkeys(result.title for result in results if result.status == "unavailable")
-    line = f"Not available in this environment: {', '.join(missing)}."
+    line = f"Not available in this environment: {'; '.join(missing)}."
     return "\n".join([f"Measured {run.head['date'][:10]} on {on}", *[line] * bool(missing)])
 
 
