@@ -253,13 +253,10 @@ def _cross_entropy(
     one_block = launch["PARTS"] * lanes * vector >= (cols // vector * vector if head_bytes else cols)
     options = {
         "ACCUM": tl.float64 if accumulation_dtype(logits.dtype) == torch.float64 else tl.float32,
-        "STATISTICS": out is not None,
         "LOAD_STATE": not tile.is_first,
         "STORE_STATE": not tile.is_last,
         "FINISH": out is not None and tile.is_last,
-        "GRADIENT": grad is not None,
         "NARROWING": grad is not None and grad.dtype != logits.dtype and grad.data_ptr() == logits.data_ptr(),
-        "EXPONENTIALS": factors is not None,
         "HEAD_BYTES": head_bytes,
         "ONE_BLOCK": one_block,
         **overlap_options(logits.device),

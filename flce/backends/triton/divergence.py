@@ -63,7 +63,7 @@ def _carry(total, weight_sum, shift, other_shift):
 @triton.jit(do_not_specialize=["ignore_index", "column_start", "teacher_rows_stride", "row_gradient_stride"])
 def divergence_kernel(
     logits_ptr, teacher_logits_ptr,  # (rows, cols)
-    grad_ptr,  # (rows, cols); may be logits_ptr
+    grad_ptr,  # (rows, cols); may be logits_ptr; None: no gradient
     target_ptr,  # (rows,) int64
     bias_ptr, teacher_bias_ptr,  # (cols,) of this tile
     teacher_rows_ptr,  # (slots, rows), see `Teacher.rows`
@@ -76,17 +76,15 @@ def divergence_kernel(
     scale: tl.float64, cap: tl.float64, teacher_scale: tl.float64, teacher_cap: tl.float64, beta: tl.float64,
     ACCUM: tl.constexpr,
     KIND: tl.constexpr,  # index into `problem.DIVERGENCES`
-    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SCALE: tl.constexpr,
-    HAS_TEACHER_BIAS: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr,
-    HAS_GRAD: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SCALE: tl.constexpr,
+    HAS_TEACHER_SOFTCAP: tl.constexpr,
     OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    STATISTICS: tl.constexpr = KIND != _JSD and not HAS_GRAD
+    STATISTICS: tl.constexpr = KIND != _JSD and grad_ptr is None
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     teacher_logits_ptr += row * teacher_logits_stride
-    grad_ptr += row * grad_stride
     teacher_rows_ptr += row
     student_rows_ptr = teacher_rows_ptr + _STUDENT * teacher_rows_stride
     divergence_ptr = teacher_rows_ptr + _DIVERGENCE * teacher_rows_stride
@@ -101,7 +99,8 @@ def divergence_kernel(
     first = tl.arange(0, BLOCK) == 0  # Sums of earlier tiles are the first of BLOCK sums of this tile.
     if STATISTICS:  # sums of exponentials
         log_sum, teacher_log_sum = tl.where(first, log_sum, 0.0), tl.where(first, teacher_log_sum, 0.0)
-    if HAS_GRAD:
+    if grad_ptr is not None:
+        grad_ptr += row * grad_stride
         target = tl.load(target_ptr + row)
         softmax_factor, target_factor, _classes_factor, entropy_factor = load_row_gradient(
             row_gradient_ptr, row_gradient_stride, row, None, True, False
@@ -114,10 +113,10 @@ def divergence_kernel(
         present, readable = columns < cols, columns < accessible_cols
         a = tl.load(logits_ptr + columns, mask=readable, other=0.0, eviction_policy="evict_first")
         b = tl.load(teacher_logits_ptr + columns, mask=readable, other=0.0, eviction_policy="evict_first")
-        s, jacobian = transform(a, bias_ptr, columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP)
+        s, jacobian = transform(a, bias_ptr, columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_SOFTCAP)
         t, _teacher_jacobian = transform(
             b, teacher_bias_ptr, columns, present, teacher_scale, teacher_cap, ACCUM, HAS_TEACHER_SCALE,
-            HAS_TEACHER_BIAS, HAS_TEACHER_SOFTCAP,
+            HAS_TEACHER_SOFTCAP,
         )  # fmt: skip
         s, t = tl.where(present, s, float("-inf")), tl.where(present, t, float("-inf"))
         if STATISTICS:
@@ -138,7 +137,7 @@ def divergence_kernel(
         if STATISTICS:
             log_sum = log_sum * tl.exp2(shift * LOG2_E) + p
             teacher_log_sum = teacher_log_sum * tl.exp2(teacher_shift * LOG2_E) + q
-        if HAS_GRAD:
+        if grad_ptr is not None:
             factor = softmax_factor - entropy_factor * tl.maximum(s, _LEAST_LOGPROB)
             if KIND == _FORWARD:
                 term = factor * p - divergence_factor * q
@@ -160,7 +159,7 @@ def divergence_kernel(
         tl.store(student_rows_ptr + _LOG_SUM * teacher_rows_stride, tl.sum(log_sum, axis=0))
         tl.store(teacher_rows_ptr, teacher_offset)
         tl.store(teacher_rows_ptr + _LOG_SUM * teacher_rows_stride, tl.sum(teacher_log_sum, axis=0))
-    if not HAS_GRAD:
+    if grad_ptr is None:
         tl.store(divergence_ptr, tl.sum(divergence, axis=0))
         tl.store(mean_ptr, tl.sum(mean_weight, axis=0))
 

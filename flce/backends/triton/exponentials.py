@@ -77,7 +77,7 @@ def reference_kernel(
     target_logit_ptr,  # (rows,) output: z of the target
     target_jacobian_ptr,  # (rows,) output: dz/da of the target
     work_ptr,  # (3,) int32, FLAG_STRIDE apart, output
-    count_ptr,  # () int64: the number of rows that the product computes; the rows behind them are ignored
+    count_ptr,  # () int64: the number of rows that the product computes, the others are ignored; None: all
     x_stride,
     weight_stride,
     sample_stride,
@@ -90,9 +90,7 @@ def reference_kernel(
     scale: tl.float64,
     cap: tl.float64,
     HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_COUNT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,  # of the product
     SAMPLES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -108,7 +106,7 @@ def reference_kernel(
     number = tl.arange(0, SAMPLES)
     a = tl.load(sample_ptr + row * sample_stride + number, mask=number < samples, other=0.0)
     z, _jacobian = transform(
-        a, bias_ptr, number * sample_step, number < samples, scale, cap, tl.float32, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
+        a, bias_ptr, number * sample_step, number < samples, scale, cap, tl.float32, HAS_SCALE, HAS_SOFTCAP
     )
     # The product has rounded the sample to bfloat16. Subtract the rounding error: a reference that is too small is
     # detected, a reference that is too large is not.
@@ -125,7 +123,7 @@ def reference_kernel(
         x = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
         dot += x * tl.load(weight_ptr + column * weight_stride + offsets, mask=mask, other=0.0).to(tl.float32)
     target_z, target_jacobian = transform(
-        tl.sum(dot, axis=0), bias_ptr, column, in_range, scale, cap, tl.float32, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
+        tl.sum(dot, axis=0), bias_ptr, column, in_range, scale, cap, tl.float32, HAS_SCALE, HAS_SOFTCAP
     )
     tl.store(target_logit_ptr + row, target_z)
     tl.store(target_jacobian_ptr + row, target_jacobian)
@@ -136,7 +134,7 @@ def reference_kernel(
     reference = tl.where(reference == float("-inf"), _VERY_SMALL, reference)
     tl.store(reference_ptr + row, tl.where(valid, reference, float("inf")))
     if row == 0:
-        if HAS_COUNT:
+        if count_ptr is not None:
             rows = tl.minimum(rows, tl.load(count_ptr).to(tl.int32))
         launch = tl.arange(0, 4)
         work = tl.where(launch == 0, 1 + tl.cdiv(rows, BLOCK_ROWS), 0)
@@ -176,11 +174,7 @@ def finish_kernel(
     scale: tl.float64,
     z_loss: tl.float64,
     HAS_SCALE: tl.constexpr,  # False with softcap: the exponentials include the scale
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_TOKEN_WEIGHT: tl.constexpr,
-    HAS_UPSTREAM: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
-    WANT_LOGPROB: tl.constexpr,
     IS_SHARD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -231,9 +225,7 @@ def finish_kernel(
             log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr,
             upstream_ptr=upstream_ptr, scales_ptr=scales_ptr, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
             normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, upstream_stride=upstream_stride,
-            normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
-            HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_UPSTREAM=HAS_UPSTREAM, HAS_Z_LOSS=HAS_Z_LOSS,
-            WANT_LOGPROB=WANT_LOGPROB, WANT_GRADIENT=True, IS_SHARD=IS_SHARD,
+            normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, IS_SHARD=IS_SHARD,
         )  # fmt: skip
         factor = tl.where(normalizer > _LEAST, softmax_factor / normalizer, float("nan"))
         if HAS_SCALE:
@@ -246,9 +238,9 @@ def finish_kernel(
 @triton.jit(do_not_specialize=["factors_stride", "vocab_size", "ignore_index"])
 def combine_rows_kernel(
     x_ptr,  # (rows, hidden), strides x_stride and x_col_stride
-    weight_ptr,  # (V, hidden), strides weight_stride and weight_col_stride
+    weight_ptr,  # (V, hidden), strides weight_stride and weight_col_stride; None: without this term
     out_ptr,  # (N, hidden), row stride out_stride; may be x_ptr
-    index_ptr,  # (rows,) int64: the row of `out` for each row of x
+    index_ptr,  # (rows,) int64: the row of `out` for each row of x; None: the same rows
     target_ptr,  # (rows,) int64
     factors_ptr,  # (2, rows), row stride factors_stride: for the row of x, and for the target's row of the weight
     x_stride,
@@ -260,8 +252,6 @@ def combine_rows_kernel(
     hidden,
     vocab_size,
     ignore_index,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -269,9 +259,9 @@ def combine_rows_kernel(
     valid = target != ignore_index
     in_range = (target >= 0) & (target < vocab_size) & valid
     factor = tl.load(factors_ptr + row)
-    if HAS_WEIGHT:
+    if weight_ptr is not None:
         target_factor = tl.load(factors_ptr + factors_stride + row)
-    if HAS_INDEX:
+    if index_ptr is not None:
         out_ptr += tl.load(index_ptr + row) * out_stride
     else:
         out_ptr += row * out_stride
@@ -281,7 +271,7 @@ def combine_rows_kernel(
         # An ignored row is not read, because it may contain NaN: 0 is written.
         x = tl.load(x_ptr + row * x_stride + offsets.to(tl.int64) * x_col_stride, mask=mask & valid, other=0.0)
         out = factor * x.to(tl.float32)
-        if HAS_WEIGHT:
+        if weight_ptr is not None:
             places = target * weight_stride + offsets.to(tl.int64) * weight_col_stride
             w = tl.load(weight_ptr + places, mask=mask & in_range, other=0.0)
             out += target_factor * w.to(tl.float32)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.contract import GradientCall, RowOutputs, StatisticsCall, TileCall
 from flce.core.device_record import DeviceRecord
@@ -111,9 +110,9 @@ def build_launch(
 ) -> Launch:
     """Return a launch with the arguments of the call that are parameters of the kernel, and with `args`.
 
-    A tensor ``name`` has up to five parameters: ``name_ptr``, ``name_stride`` between rows, ``name_col_stride`` between
-    columns, and the flags ``HAS_NAME`` and ``WANT_NAME``, which are False if the tensor is None. A number ``name`` of
-    `LossSpec` has the flag ``HAS_NAME``. New options of `LossSpec` and results of `RowOutputs` are included by name.
+    A tensor ``name`` has up to three parameters: ``name_ptr``, which is None if the tensor is None, ``name_stride``
+    between rows, and ``name_col_stride`` between columns. A number ``name`` of `LossSpec` has the flag ``HAS_NAME``.
+    New options of `LossSpec` and results of `RowOutputs` are included by name.
 
     Args:
         args: tensors or None by ``name``; other arguments by the names of parameters. They replace arguments of `call`.
@@ -126,17 +125,12 @@ def build_launch(
     """
     tensors, values, flags = ({}, {}, {}) if call is None else _call_arguments(call)
     tensors |= {name: value for name, value in args.items() if value is None or isinstance(value, Tensor)}
-    # Replaces tensors that a flag switches off; never read.
-    bases = [value.base for value in args.values() if isinstance(value, TensorDescriptor)]
-    unused = next(tensor for tensor in (*tensors.values(), *bases) if tensor is not None)
     for name, tensor in tensors.items():
         strides = () if tensor is None else tensor.stride()
-        values[f"{name}_ptr"] = unused if tensor is None else tensor
+        values[f"{name}_ptr"] = tensor
         values[f"{name}_stride"] = strides[-2:][0] if strides else 0
         values[f"{name}_col_stride"] = strides[-1] if strides else 0
-        for flag in (f"HAS_{name.upper()}", f"WANT_{name.upper()}"):
-            flags.setdefault(flag, tensor is not None)
-    values |= {name: value for name, value in args.items() if name not in tensors}
+    values |= args
     _refuse_ignored_arguments(kernel, tuple(args), ((), ()) if call is None else _requested(call), tuple(leaves_out))
     values, flags = (
         {name: named[name] for name in _matching_parameters(kernel, tuple(named))} for named in (values, flags)
@@ -158,7 +152,7 @@ def _refuse_ignored_arguments(
 ) -> None:
     """Raise an error for an argument, an option or a result that the kernel would ignore, see `build_launch`."""
     parameters, name = set(kernel.arg_names), kernel.__name__
-    unknown = [x for x in args if not parameters & {x, f"{x}_ptr", f"HAS_{x.upper()}", f"WANT_{x.upper()}"}]
+    unknown = [x for x in args if not parameters & {x, f"{x}_ptr"}]
     if unknown:
         raise TypeError(f"{name} has no parameter for {', '.join(unknown)}")
     options, results = ([x for x in names if x not in leaves_out] for names in requested)

@@ -141,7 +141,6 @@ def transform(
     cap,
     ACCUM: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
     """Return z and dz/da of some columns of a row.
@@ -151,7 +150,7 @@ def transform(
     kernels would compute different z.
     """
     a = a.to(ACCUM)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         a += load_columns(bias_ptr + columns, mask, "").to(ACCUM)
     if HAS_SOFTCAP:
         tanh, derivative = tanh_and_derivative(a * scale)
@@ -265,15 +264,13 @@ def store_results(
     normalizer_ptr,
     logprob_ptr,
     normalizer_stride,
-    HAS_Z_LOSS: tl.constexpr,
-    WANT_LOGPROB: tl.constexpr,
 ):
     """Store losses, normalizers and log-probabilities of rows. Call by keyword."""
     store_normalizer(row, mask, valid, nll, offset, log_sum, normalizer_ptr, normalizer_stride)
     tl.store(loss_ptr + row, loss, mask=mask)
-    if HAS_Z_LOSS:
+    if z_loss_ptr is not None:
         tl.store(z_loss_ptr + row, row_z_loss, mask=mask)
-    if WANT_LOGPROB:
+    if logprob_ptr is not None:
         tl.store(logprob_ptr + row, tl.where(valid, -nll, 0.0), mask=mask)
 
 
@@ -287,20 +284,17 @@ def load_weights(
     token_weight_ptr,
     upstream_ptr,
     upstream_stride,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_TOKEN_WEIGHT: tl.constexpr,
-    HAS_UPSTREAM: tl.constexpr,
     ACCUM: tl.constexpr,
 ):
     """Return the weights of the losses of rows, of their gradients, and of their targets' classes."""
     row_weight = tl.full(row.shape, 1.0, ACCUM)
-    if HAS_TOKEN_WEIGHT:
+    if token_weight_ptr is not None:
         row_weight = tl.load(token_weight_ptr + row, mask=exists, other=0.0).to(ACCUM)
     gradient_weight = tl.where(in_range, row_weight, float("nan"))  # NaN for targets out of range
-    if HAS_UPSTREAM:
+    if upstream_ptr is not None:
         gradient_weight *= tl.load(upstream_ptr + row * upstream_stride, mask=exists, other=0.0).to(ACCUM)
     target_weight = tl.full(row.shape, 1.0, ACCUM)
-    if HAS_CLASS_WEIGHT:
+    if class_weight_ptr is not None:
         target_weight = tl.load(class_weight_ptr + target, mask=in_range, other=1.0).to(ACCUM)
     return row_weight, gradient_weight, target_weight
 
@@ -326,16 +320,11 @@ def finish_rows(
     upstream_stride,
     normalizer_stride,
     z_loss,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_TOKEN_WEIGHT: tl.constexpr,
-    HAS_UPSTREAM: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
-    WANT_LOGPROB: tl.constexpr,
-    WANT_GRADIENT: tl.constexpr,
     IS_SHARD: tl.constexpr,
 ):
     """Run `finish_row` and store the results, for the kernels that follow a fused product: in float32, without label
-    smoothing. With WANT_GRADIENT return the factor of softmax, and the gradient in z of the target. Call by keyword.
+    smoothing. With scales return the factor of softmax, and the gradient in z of the target. Call by keyword.
 
     The rows of a shard are not finished: store their normalizer, and return 1."""
     if IS_SHARD:
@@ -344,11 +333,11 @@ def finish_rows(
     else:
         row_weight, gradient_weight, target_weight = load_weights(
             row, exists, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride,
-            HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT, HAS_UPSTREAM, tl.float32,
+            tl.float32,
         )  # fmt: skip
         ce_scale = tl.zeros_like(nll)
         z_loss_scale = tl.zeros_like(nll)
-        if WANT_GRADIENT:
+        if scales_ptr is not None:
             scales = load_scales(scales_ptr, tl.float32)
             ce_scale = gradient_weight * scales[0]
             z_loss_scale = gradient_weight * scales[1]
@@ -360,8 +349,7 @@ def finish_rows(
         store_results(
             row=row, mask=exists, valid=valid, nll=nll, offset=offset, log_sum=log_sum, loss=loss,
             row_z_loss=row_z_loss, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
-            logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, HAS_Z_LOSS=HAS_Z_LOSS,
-            WANT_LOGPROB=WANT_LOGPROB,
+            logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
         )  # fmt: skip
         return softmax_factor, at_target
 
@@ -410,9 +398,6 @@ def row_gradient_kernel(
     label_smoothing: tl.float64,
     z_loss: tl.float64,
     ACCUM: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_TOKEN_WEIGHT: tl.constexpr,
-    HAS_UPSTREAM: tl.constexpr,
     HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
@@ -431,8 +416,7 @@ def row_gradient_kernel(
     offset, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, exists)
     nll = -tl.load(normalizer_ptr + _LOGPROB * normalizer_stride + row, mask=exists, other=0.0)
     row_weight, scale, target_weight = load_weights(
-        row, exists, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride,
-        HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT, HAS_UPSTREAM, ACCUM,
+        row, exists, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride, ACCUM
     )  # fmt: skip
     ce_scale, z_loss_scale, weight_sum = load_scales(scales_ptr, ACCUM)
     _loss, _row_z_loss, softmax_factor, target_factor, classes_factor, _at_target = finish_row(

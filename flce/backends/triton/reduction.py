@@ -30,7 +30,7 @@ MAX_ROWS = 16 * BLOCK
 def reduction_kernel(
     target_ptr,  # (rows,) int64
     num_items_ptr,  # ()
-    loss_ptr,  # (rows,)
+    loss_ptr,  # (rows,); None: compute only the scales
     z_loss_ptr,  # (rows,) `contract.RowOutputs.z_loss`
     scales_ptr,  # (3,) see `contract.Backend.loss_scales`; output with COMPUTE_SCALES, otherwise input
     loss_sum_ptr,  # ()
@@ -41,10 +41,7 @@ def reduction_kernel(
     ACCUM: tl.constexpr,
     COMPUTE_SCALES: tl.constexpr,
     MEAN: tl.constexpr,  # over the rows that are not ignored
-    HAS_NUM_ITEMS: tl.constexpr,
     ZERO_IF_EMPTY: tl.constexpr,
-    HAS_LOSS: tl.constexpr,
-    HAS_Z_LOSS: tl.constexpr,
     OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
     SETTLED: tl.constexpr,  # the previous kernel does not write targets and num_items: they are read while it runs
     BLOCK: tl.constexpr,
@@ -63,7 +60,7 @@ def reduction_kernel(
                 target = tl.load(target_ptr + row, mask=row < rows, other=ignore_index, cache_modifier=CACHE)
                 valid += (target != ignore_index).to(tl.int32)
             items = tl.sum(valid, axis=0).to(tl.float64)
-        elif HAS_NUM_ITEMS:
+        elif num_items_ptr is not None:
             items = tl.load(num_items_ptr, cache_modifier=CACHE).to(tl.float64)
         else:
             items = tl.full((), 1.0, tl.float64)
@@ -84,19 +81,19 @@ def reduction_kernel(
         scale = tl.load(scales_ptr)
         z_loss_scale = tl.load(scales_ptr + 1)
 
-    if HAS_LOSS:
+    if loss_ptr is not None:
         losses = tl.zeros((BLOCK,), ACCUM)
         z_losses = tl.zeros((BLOCK,), ACCUM)
         for start in range(0, rows, BLOCK):
             row = start + offsets
             mask = row < rows
             losses += tl.load(loss_ptr + row, mask=mask, other=0.0)
-            if HAS_Z_LOSS:
+            if z_loss_ptr is not None:
                 z_losses += tl.load(z_loss_ptr + row, mask=mask, other=0.0)
         loss = tl.sum(losses, axis=0) * scale
         if ZERO_IF_EMPTY:
             loss = tl.where(scale == 0.0, 0.0, loss)  # also for an infinite loss
-        if HAS_Z_LOSS:
+        if z_loss_ptr is not None:
             z_loss = tl.sum(z_losses, axis=0) * z_loss_scale
             if ZERO_IF_EMPTY:
                 z_loss = tl.where(z_loss_scale == 0.0, 0.0, z_loss)

@@ -84,7 +84,6 @@ def threshold_kernel(
     hidden,
     first_row,
     logarithm: tl.float64,
-    HAS_INDEX: tl.constexpr,
     BITS: tl.constexpr,  # int16, int32 or int64, of the size of x
     COLS: tl.constexpr,
 ):
@@ -95,7 +94,7 @@ def threshold_kernel(
         x = tl.load(x_ptr + row * x_stride + column.to(tl.int64) * x_col_stride, mask=column < hidden, other=0.0)
         total += x.to(BITS, bitcast=True).to(tl.int64)
     position = first_row + row
-    if HAS_INDEX:
+    if index_ptr is not None:
         position = tl.load(index_ptr + row)
     bound = tl.load(threshold_ptr + row)
     h = position * _MIX_ROWS_1 + tl.sum(total, axis=0) * _MIX_ROWS_2
@@ -123,9 +122,7 @@ def mark_kernel(
     scale: tl.float64,
     cap: tl.float64,
     HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_INVERSE_TEMPERATURE: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -137,10 +134,10 @@ def mark_kernel(
     )
     row_scale = tl.full((ROWS,), scale, tl.float32)
     row_cap = tl.full((ROWS,), cap, tl.float32)
-    if HAS_INVERSE_TEMPERATURE:
+    if inverse_temperature_ptr is not None:
         row_scale, row_cap = multiply_z(row_scale, row_cap, inverse_temperature_ptr + row, exists, HAS_SOFTCAP)
     z, _jacobian = transform(
-        a, bias_ptr, column, present, row_scale[:, None], row_cap[:, None], tl.float32, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
+        a, bias_ptr, column, present, row_scale[:, None], row_cap[:, None], tl.float32, HAS_SCALE, HAS_SOFTCAP
     )
     threshold = tl.load(threshold_ptr + row, mask=exists, other=float("inf"))
     seeds = tl.load(seeds_ptr + row, mask=exists, other=0)
@@ -176,16 +173,15 @@ def list_kernel(
     omitted_ptr,  # (size,) int32
     target_ptr,  # (rows,) int64, -1: none
     bounds_ptr,  # (rows + 1,) int64: with classes the first entry of each row, else output: their number behind it
-    classes_ptr,  # (capacity,) int32
+    classes_ptr,  # (capacity,) int32; None: the entries are only counted
     words_stride,
     size,
     capacity,
-    HAS_CLASSES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int32)
-    if HAS_CLASSES:
+    if classes_ptr is not None:
         first = tl.load(bounds_ptr + row)
         tl.store(classes_ptr + first, target, mask=(target >= 0) & (first < capacity))
         first += (target >= 0).to(tl.int64)
@@ -194,7 +190,7 @@ def list_kernel(
         word = start + tl.arange(0, WORDS)
         words = load_words(words_ptr + row * words_stride, omitted_ptr, word, size, target)
         count = popcount(words)
-        if HAS_CLASSES:
+        if classes_ptr is not None:
             place = first + tl.cumsum(count, axis=0) - count
             first += tl.sum(count, axis=0)
             while tl.max((words != 0).to(tl.int32), axis=0) > 0:
@@ -205,7 +201,7 @@ def list_kernel(
                 words &= words - 1
         else:
             total += count
-    if not HAS_CLASSES:
+    if classes_ptr is None:
         tl.store(bounds_ptr + row + 1, (tl.sum(total, axis=0) + (target >= 0).to(tl.int32)).to(tl.int64))
 
 
@@ -267,16 +263,9 @@ def gradient_kernel(
     scale: tl.float64,
     cap: tl.float64,
     HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_INVERSE_TEMPERATURE: tl.constexpr,
     HAS_ENTROPY_GRADIENT: tl.constexpr,
-    HAS_LOGITS: tl.constexpr,
-    HAS_DENSE: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
     HAS_CANDIDATES: tl.constexpr,
-    HAS_GRADIENT_SCALE: tl.constexpr,
-    WANT_GRAD: tl.constexpr,
     ONLY_LOGITS: tl.constexpr,
     ACCUM: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -297,7 +286,7 @@ def gradient_kernel(
     column = tl.arange(0, HIDDEN)
     in_bounds = column < hidden
     x = tl.load(x_ptr + row * x_stride + column.to(tl.int64) * x_col_stride, mask=in_bounds, other=0.0).to(ACCUM)
-    if HAS_INVERSE_TEMPERATURE:
+    if inverse_temperature_ptr is not None:
         scale, cap = multiply_z(scale, cap, inverse_temperature_ptr + row, None, HAS_SOFTCAP)
     target = tl.load(target_ptr + row)
     seed = tl.load(seeds_ptr + row)
@@ -311,18 +300,18 @@ def gradient_kernel(
         at_target -= entropy_factor * tl.maximum(target_logprob, _LEAST_LOGPROB)
     at_target = softmax_minus_target(at_target, target_factor, at_target - target_factor, -target_logprob)
     place = row + first_row
-    if HAS_INDEX:
+    if index_ptr is not None:
         place = tl.load(index_ptr + row)
 
     total = tl.zeros((HIDDEN,), ACCUM)
-    if HAS_DENSE:
+    if dense_ptr is not None:
         total = tl.load(dense_ptr + row * hidden + column, mask=in_bounds, other=0.0).to(ACCUM)
     for start in tl.range(first, stop, ENTRIES, num_stages=STAGES):
         entry = start + tl.arange(0, ENTRIES)
         exists = entry < stop
         classes = tl.load(classes_ptr + entry, mask=exists, other=0).to(tl.int64)
         rows = entry_rows(weight_ptr, classes, exists, weight_stride, weight_col_stride, hidden, HIDDEN, ACCUM)
-        if HAS_LOGITS and not ONLY_LOGITS:
+        if logits_ptr is not None and not ONLY_LOGITS:
             a = tl.load(logits_ptr + entry, mask=exists, other=0.0)
         else:
             a = tl.sum(rows * x[None, :], axis=1)
@@ -330,7 +319,7 @@ def gradient_kernel(
             before = tl.load(logits_ptr + entry, mask=exists, other=0.0)
             tl.store(logits_ptr + entry, before + a, mask=exists)
         else:
-            z, jacobian = transform(a, bias_ptr, classes, exists, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP)
+            z, jacobian = transform(a, bias_ptr, classes, exists, scale, cap, ACCUM, HAS_SCALE, HAS_SOFTCAP)
             logprob = (z - offset) - log_sum
             p = tl.exp2(logprob * LOG2_E)
             factor = softmax_factor
@@ -345,7 +334,7 @@ def gradient_kernel(
             tl.store(entry_rows_ptr + entry, tl.full((ENTRIES,), place, tl.int64).to(tl.int32), mask=exists)
             tl.store(entry_values_ptr + entry, value, mask=exists)
             tl.store(entry_classes_ptr + entry, tl.where(is_kept, classes, vocab_size).to(tl.int32), mask=exists)
-    if WANT_GRAD:
+    if grad_ptr is not None:
         if HAS_CANDIDATES:
             first = num_listed + (row + first_row) * num_candidates
             for start in range(0, num_candidates, ENTRIES):
@@ -356,9 +345,9 @@ def gradient_kernel(
                 values = tl.load(entry_values_ptr + first + number, mask=exists, other=0.0)
                 rows = entry_rows(weight_ptr, classes, exists, weight_stride, weight_col_stride, hidden, HIDDEN, ACCUM)
                 total += tl.sum(rows * values[:, None], axis=0)
-        if HAS_GRADIENT_SCALE:
+        if gradient_scale_ptr is not None:
             total /= tl.load(gradient_scale_ptr).to(ACCUM)
-        if not HAS_INDEX:
+        if index_ptr is None:
             place = row
         tl.store(grad_ptr + place * grad_stride + column, total.to(grad_ptr.dtype.element_ty), mask=in_bounds)
 
@@ -383,8 +372,6 @@ def weight_gradient_kernel(
     grad_col_stride,
     hidden,
     num_frequent,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_GRADIENT_SCALE: tl.constexpr,
     ACCUM: tl.constexpr,
     ENTRIES: tl.constexpr,
     COLS: tl.constexpr,
@@ -394,7 +381,7 @@ def weight_gradient_kernel(
     is_frequent = place < num_frequent
     c = tl.where(is_frequent, tl.load(frequent_ptr + place, mask=is_frequent, other=0), place - num_frequent)
     first, stop = tl.load(bounds_ptr + c), tl.load(bounds_ptr + c + 1)
-    is_left_out = (first == stop) & (not HAS_CLASS_WEIGHT)
+    is_left_out = (first == stop) & (class_weight_ptr is None)
     if (place >= num_frequent) & (is_left_out | (tl.load(place_ptr + c) >= 0)):
         return
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -409,9 +396,9 @@ def weight_gradient_kernel(
         x_place = row[:, None] * x_stride + column[None, :].to(tl.int64) * x_col_stride
         x = tl.load(x_ptr + x_place, mask=exists[:, None] & mask[None, :], other=0.0)
         total += tl.sum(x.to(ACCUM) * value[:, None], axis=0)
-    if HAS_CLASS_WEIGHT:
+    if class_weight_ptr is not None:
         total -= tl.load(class_weight_ptr + c) * tl.load(subtracted_ptr + column, mask=mask, other=0.0)
-    if HAS_GRADIENT_SCALE:
+    if gradient_scale_ptr is not None:
         total /= tl.load(gradient_scale_ptr).to(ACCUM)
     grad_ptr += c * grad_stride + column.to(tl.int64) * grad_col_stride
     total += tl.load(grad_ptr, mask=mask, other=0.0)  # float64 if either is

@@ -41,12 +41,11 @@ def _scale(x_ptr, out_ptr, factor, numel, BLOCK: tl.constexpr):
 def scale_kernel(
     x_ptr,  # (numel,) contiguous
     out_ptr,  # (numel,) contiguous; x_ptr with IN_PLACE
-    second_ptr,  # with HAS_SECOND (second_numel,) contiguous: a second tensor, scaled in place
+    second_ptr,  # (second_numel,) contiguous: a second tensor, scaled in place; None: only one
     factor_ptr,  # ()
     numel,
     second_numel,
     IN_PLACE: tl.constexpr,
-    HAS_SECOND: tl.constexpr,
     OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
     BLOCK: tl.constexpr,
 ):
@@ -57,7 +56,7 @@ def scale_kernel(
     # The usual upstream gradient is exactly 1: then no memory is read or written, without a check on the host.
     if not IN_PLACE or factor != 1.0:
         _scale(x_ptr, out_ptr, factor, numel, BLOCK)
-        if HAS_SECOND:
+        if second_ptr is not None:
             _scale(second_ptr, second_ptr, factor, second_numel, BLOCK)
 
 

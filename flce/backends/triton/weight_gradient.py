@@ -87,14 +87,12 @@ def weight_gradient_kernel(
     exps_desc,  # (rows, classes)
     scaled_desc,  # (rows, hidden) f * X
     grad_desc,  # (classes, hidden)
-    slot_ptr,  # (classes,) int32: the row of `residual` of each class that is a target, or -1
+    slot_ptr,  # (classes,) int32: the row of `residual` of each class that is a target, or -1; None: no residual
     residual_ptr,  # (rows, hidden), contiguous: output
-    gradient_scale_ptr,  # () with HAS_GRADIENT_SCALE
+    gradient_scale_ptr,  # ()
     rows,
     hidden,
     classes,
-    HAS_SLOT: tl.constexpr,
-    HAS_GRADIENT_SCALE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     CLASSES: tl.constexpr,
     COLS: tl.constexpr,
@@ -113,11 +111,11 @@ def weight_gradient_kernel(
         a = tl.zeros((CLASSES, COLS), tl.float32)
         for k in range(0, rows, DEPTH):
             a = tl.dot(exps_desc.load([k, class_start]).T, scaled_desc.load([k, col_start]), a)
-        if HAS_GRADIENT_SCALE:
+        if gradient_scale_ptr is not None:
             a *= 1.0 / tl.load(gradient_scale_ptr)
         rounded = a.to(grad_desc.dtype)
         grad_desc.store([class_start, col_start], rounded)
-        if HAS_SLOT:
+        if slot_ptr is not None:
             row = class_start + tl.arange(0, CLASSES)
             slot = tl.load(slot_ptr + row, mask=row < classes, other=-1)
             residual = (a - rounded.to(tl.float32)).to(rounded.dtype)
@@ -164,7 +162,6 @@ def add_to_targets_kernel(
     first_class,
     classes,
     ignore_index,
-    HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
@@ -187,7 +184,7 @@ def add_to_targets_kernel(
         mask = offsets < hidden
         grad_ptr += place * hidden
         total = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
+        if residual_ptr is not None:
             residual = tl.load(residual_ptr + first.to(tl.int64) * hidden + offsets, mask=mask, other=0.0)
             total += tl.where(tl.abs(total) == float("inf"), 0.0, residual.to(tl.float32))
         for start in range(first, stop, ROWS):
