@@ -41,7 +41,6 @@ from flce.backends.triton.launch import (
     fewest_warps,
     filled_share,
     is_amd,
-    overlap_options,
     spills_more,
     thread_options,
 )
@@ -159,7 +158,6 @@ def _row_gradient(call: GradientCall) -> Iterator[Launch]:
     options = {
         "ACCUM": tl.float64 if out.dtype == torch.float64 else tl.float32,
         "ROWS": ROW_GRADIENT_BLOCK_ROWS,
-        **overlap_options(out.device),
     }
     grid = (triton.cdiv(out.shape[1], ROW_GRADIENT_BLOCK_ROWS),)
     yield build_launch(row_gradient_kernel, grid, call, options, LOGIT_OPTIONS)
@@ -259,7 +257,6 @@ def _cross_entropy(
         "NARROWING": grad is not None and grad.dtype != logits.dtype and grad.data_ptr() == logits.data_ptr(),
         "HEAD_BYTES": head_bytes,
         "ONE_BLOCK": one_block,
-        **overlap_options(logits.device),
         **launch,
     }
     yield build_launch(

@@ -43,7 +43,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends import contract
 from flce.backends.triton.math import (
@@ -64,6 +63,7 @@ from flce.backends.triton.math import (
     softmax_update,
     store_results,
     transform,
+    wait_for_previous_kernel,
 )
 
 # A kernel can read only global variables that are constexpr.
@@ -212,7 +212,7 @@ def cross_entropy_kernel(
     HAS_Z_LOSS: tl.constexpr,
     HEAD_BYTES: tl.constexpr,  # 0: the first vector begins with the row; else at the next multiple of these bytes
     ONE_BLOCK: tl.constexpr,  # BLOCK >= cols
-    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
+    OVERLAP: tl.constexpr,  # see `wait_for_previous_kernel`
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -236,9 +236,7 @@ def cross_entropy_kernel(
     tile_weight_ptr = class_weight_ptr
     if class_weight_ptr is not None:
         tile_weight_ptr += column_start
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous_kernel(OVERLAP)
     tl.static_assert(not (EDGES and (EXPONENTIALS or NARROWING)))
     if EDGES:
         # The statistics of a lane begin with an edge, or those of the first lane with a state, not with both.

@@ -11,12 +11,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends import contract
 from flce.backends.contract import Teacher, TileCall
-from flce.backends.triton.launch import VECTOR_BYTES, Launch, build_launch, overlap_options, thread_options
-from flce.backends.triton.math import LN_2, LOG2_E, load_normalizer, load_row_gradient, logit_gradient, transform
+from flce.backends.triton.launch import VECTOR_BYTES, Launch, build_launch, thread_options
+from flce.backends.triton.math import (
+    LN_2,
+    LOG2_E,
+    load_normalizer,
+    load_row_gradient,
+    logit_gradient,
+    transform,
+    wait_for_previous_kernel,
+)
 from flce.core.problem import DIVERGENCES, accumulation_dtype
 
 # Vectors of a block, and warps of a program. Statistics have reductions over a block: fewer warps wait for each other.
@@ -78,7 +85,7 @@ def divergence_kernel(
     KIND: tl.constexpr,  # index into `problem.DIVERGENCES`
     HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SCALE: tl.constexpr,
     HAS_TEACHER_SOFTCAP: tl.constexpr,
-    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
+    OVERLAP: tl.constexpr,  # see `wait_for_previous_kernel`
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     STATISTICS: tl.constexpr = KIND != _JSD and grad_ptr is None
@@ -89,9 +96,7 @@ def divergence_kernel(
     student_rows_ptr = teacher_rows_ptr + _STUDENT * teacher_rows_stride
     divergence_ptr = teacher_rows_ptr + _DIVERGENCE * teacher_rows_stride
     mean_ptr = teacher_rows_ptr + _MEAN_WEIGHT * teacher_rows_stride
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous_kernel(OVERLAP)
     scale, cap, beta = tl.full((), scale, ACCUM), tl.full((), cap, ACCUM), tl.full((), beta, ACCUM)
     teacher_scale, teacher_cap = tl.full((), teacher_scale, ACCUM), tl.full((), teacher_cap, ACCUM)
     offset, log_sum = load_normalizer(student_rows_ptr, teacher_rows_stride, 0, None)
@@ -174,7 +179,6 @@ def divergence(
         "HAS_TEACHER_SOFTCAP": teacher.spec.softcap is not None,
         "BLOCK": VECTORS * (VECTOR_BYTES // logits.element_size()),
         **thread_options(logits.device, STATISTICS_WARPS if grad is None and teacher.kind != "jsd" else WARPS),
-        **overlap_options(logits.device),
     }
     yield build_launch(
         divergence_kernel, (len(logits),), call, options, logits=logits, teacher_logits=teacher_logits, grad=grad,

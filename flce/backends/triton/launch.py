@@ -112,7 +112,8 @@ def build_launch(
 
     A tensor ``name`` has up to three parameters: ``name_ptr``, which is None if the tensor is None, ``name_stride``
     between rows, and ``name_col_stride`` between columns. A number ``name`` of `LossSpec` has the flag ``HAS_NAME``.
-    New options of `LossSpec` and results of `RowOutputs` are included by name.
+    New options of `LossSpec` and results of `RowOutputs` are included by name. A kernel with the parameter ``OVERLAP``
+    has the `overlap_options` of the device.
 
     Args:
         args: tensors or None by ``name``; other arguments by the names of parameters. They replace arguments of `call`.
@@ -135,6 +136,9 @@ def build_launch(
     values, flags = (
         {name: named[name] for name in _matching_parameters(kernel, tuple(named))} for named in (values, flags)
     )
+    if "OVERLAP" in kernel.arg_names:
+        device = next(tensor.device for tensor in tensors.values() if tensor is not None)
+        flags |= overlap_options(device)
     return Launch(kernel, grid, values, {**flags, **options})
 
 

@@ -22,6 +22,15 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def wait_for_previous_kernel(OVERLAP: tl.constexpr):
+    """Wait for the end of the previous kernel, and let the next kernel start, if kernels may start before the previous
+    one ends (`launch.overlap_options`)."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
 def balanced_group(row_blocks, GROUP: tl.constexpr):
     """Return a group size from 1 to GROUP with which all groups have nearly the same size. A small group reuses less of
     the memory that it loads."""
@@ -400,12 +409,10 @@ def row_gradient_kernel(
     ACCUM: tl.constexpr,
     HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
-    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
+    OVERLAP: tl.constexpr,  # see `wait_for_previous_kernel`
     ROWS: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous_kernel(OVERLAP)
     label_smoothing = tl.full((), label_smoothing, ACCUM)
     z_loss = tl.full((), z_loss, ACCUM)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -137,14 +137,14 @@ def product_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY_GRADIENT: tl.constexpr,
-    OVERLAP: tl.constexpr,  # the next kernel may start on multiprocessors that this kernel leaves idle
+    LAUNCH_NEXT: tl.constexpr,  # the next kernel may start on multiprocessors that this kernel leaves idle
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    if OVERLAP:
+    if LAUNCH_NEXT:
         gdc_launch_dependents()
     scale = tl.full((), scale, tl.float32)
     cap = tl.full((), cap, tl.float32)
@@ -453,7 +453,7 @@ def launch(
         "PROGRAMS": programs,
         "num_stages": STAGES,
         "num_warps": WARPS,
-        "OVERLAP": overlap_options(x.device)["OVERLAP"],  # without launch_pdl: this kernel does not start early
+        "LAUNCH_NEXT": overlap_options(x.device)["OVERLAP"],  # without launch_pdl: this kernel does not start early
     }
     return build_launch(
         product_kernel,

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends import formulas
 from flce.backends.contract import RowOutputs, RowProblem
-from flce.backends.triton.launch import Launch, build_launch, overlap_options, thread_options
+from flce.backends.triton.launch import Launch, build_launch, thread_options
+from flce.backends.triton.math import wait_for_previous_kernel
 from flce.backends.triton.replay import run
 from flce.core.problem import LossSpec
 
@@ -42,13 +42,11 @@ def reduction_kernel(
     COMPUTE_SCALES: tl.constexpr,
     MEAN: tl.constexpr,  # over the rows that are not ignored
     ZERO_IF_EMPTY: tl.constexpr,
-    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
+    OVERLAP: tl.constexpr,  # see `wait_for_previous_kernel`
     SETTLED: tl.constexpr,  # the previous kernel does not write targets and num_items: they are read while it runs
     BLOCK: tl.constexpr,
 ):
-    if OVERLAP and not SETTLED:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous_kernel(OVERLAP and not SETTLED)
     # Bypass the L1 cache, whose contents may be outdated.
     CACHE: tl.constexpr = ".cg" if SETTLED else ""
     offsets = tl.arange(0, BLOCK)
@@ -69,9 +67,7 @@ def reduction_kernel(
         if ZERO_IF_EMPTY:
             scale = tl.where(items == 0.0, 0.0, scale)
         z_loss_scale = scale
-    if OVERLAP and SETTLED:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous_kernel(OVERLAP and SETTLED)
     # No write before the wait: the previous kernel may still read this memory.
     if COMPUTE_SCALES:
         tl.store(scales_ptr, scale)
@@ -145,7 +141,6 @@ def _launch(
         "SETTLED": settled,
         "BLOCK": BLOCK,
         **thread_options(target.device, WARPS),
-        **overlap_options(target.device),
     }
     yield build_launch(
         reduction_kernel,

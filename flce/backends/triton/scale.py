@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flce.backends.triton.launch import Launch, build_launch, overlap_options, thread_options
+from flce.backends.triton.launch import Launch, build_launch, thread_options
+from flce.backends.triton.math import wait_for_previous_kernel
 from flce.core.devices import device_record
 
 BLOCK, WARPS = 4096, 8
@@ -46,12 +46,10 @@ def scale_kernel(
     numel,
     second_numel,
     IN_PLACE: tl.constexpr,
-    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
+    OVERLAP: tl.constexpr,  # see `wait_for_previous_kernel`
     BLOCK: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous_kernel(OVERLAP)
     factor = tl.load(factor_ptr)
     # The usual upstream gradient is exactly 1: then no memory is read or written, without a check on the host.
     if not IN_PLACE or factor != 1.0:
@@ -70,12 +68,10 @@ def scale_rows_kernel(
     cols,
     ignore_index,
     ONE_FACTOR: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see `wait_for_previous_kernel`
     BLOCK: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous_kernel(OVERLAP)
     factor = tl.load(factor_ptr)
     if ONE_FACTOR:
         rows = tl.where(factor == 1.0, 0, rows)
@@ -97,7 +93,7 @@ def scale(x: Tensor, out: Tensor, second: Tensor | None, factor: Tensor) -> Iter
         scale_kernel,
         (min(_programs(x), triton.cdiv(max(x.numel(), second_numel), BLOCK)),),
         None,
-        {"IN_PLACE": x is out, "BLOCK": BLOCK, **thread_options(x.device, WARPS), **overlap_options(x.device)},
+        {"IN_PLACE": x is out, "BLOCK": BLOCK, **thread_options(x.device, WARPS)},
         x=x,
         out=out,
         second=second,
@@ -109,12 +105,11 @@ def scale(x: Tensor, out: Tensor, second: Tensor | None, factor: Tensor) -> Iter
 
 def scale_rows(x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> Iterator[Launch]:
     rows, cols = x.shape
-    options = {"ONE_FACTOR": factor.dim() == 0, "BLOCK": BLOCK}
     yield build_launch(
         scale_rows_kernel,
         (min(_programs(x), rows),),
         None,
-        {**options, **thread_options(x.device, WARPS), **overlap_options(x.device)},
+        {"ONE_FACTOR": factor.dim() == 0, "BLOCK": BLOCK, **thread_options(x.device, WARPS)},
         x=x,
         factor=factor,
         target=target,

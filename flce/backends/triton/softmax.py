@@ -30,7 +30,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends.triton.launch import (
     MAX_REGISTERS,
@@ -49,6 +48,7 @@ from flce.backends.triton.math import (
     load_columns,
     softmax_merge,
     softmax_update,
+    wait_for_previous_kernel,
 )
 from flce.core.devices import device_record
 
@@ -118,16 +118,14 @@ def softmax_kernel(
     BACKWARD: tl.constexpr,
     ALIGN: tl.constexpr,
     LONG: tl.constexpr,  # 2^30 columns or more
-    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
+    OVERLAP: tl.constexpr,  # see `wait_for_previous_kernel`
     ROWS: tl.constexpr,  # of a program
     COLS: tl.constexpr,  # resident: at least cols; 0: online
     PARTS: tl.constexpr,  # online: a block has PARTS x LANES x VECTOR columns, each thread is a lane
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous_kernel(OVERLAP)
     # A tile of several rows has two dimensions. A resident tile of one row has one dimension, and its statistics are
     # scalars: then two tiles of different length each keep the layout in which they were loaded.
     FLAT: tl.constexpr = COLS > 0 and ROWS == 1
