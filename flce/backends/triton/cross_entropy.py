@@ -56,6 +56,7 @@ from flce.backends.triton.math import (
     load_normalizer,
     load_row_gradient,
     load_scales,
+    load_weights,
     logit_gradient,
     multiply_z,
     softmax_merge,
@@ -288,15 +289,9 @@ def cross_entropy_kernel(
             ce_scale, z_loss_scale, weight_sum = load_scales(scales_ptr, ACCUM)
         elif HAS_LABEL_SMOOTHING and class_weight_ptr is not None:
             weight_sum = tl.load(scales_ptr + 2).to(ACCUM)
-        target_weight = tl.full((), 1.0, ACCUM)
-        if class_weight_ptr is not None:
-            target_weight = tl.load(class_weight_ptr + target, mask=in_range, other=1.0).to(ACCUM)
-        row_weight = tl.full((), 1.0, ACCUM)
-        if token_weight_ptr is not None:
-            row_weight = tl.load(token_weight_ptr + row).to(ACCUM)
-        upstream = tl.full((), 1.0, ACCUM)
-        if upstream_ptr is not None:
-            upstream = tl.load(upstream_ptr + row * upstream_stride).to(ACCUM)
+        row_weight, row_scale, target_weight = load_weights(
+            row, None, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride, ACCUM
+        )
     elif GRADIENT and not STATISTICS:
         row_max, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, None)
         softmax_factor, target_factor, classes_factor, entropy_factor = load_row_gradient(
@@ -439,7 +434,6 @@ def cross_entropy_kernel(
             smooth = 0.0
             if HAS_LABEL_SMOOTHING:
                 smooth = weight_sum * (log_sum + (row_max - reference)) - row_smooth_sum
-            row_scale = tl.where(in_range, row_weight * upstream, float("nan"))  # NaN for targets out of range
             loss, row_z_loss, softmax_factor, target_factor, classes_factor, at_target = finish_row(
                 offset=row_max, log_sum=log_sum, nll=nll, smooth=smooth, valid=valid, row_weight=row_weight,
                 target_weight=target_weight, ce_scale=row_scale * ce_scale, z_loss_scale=row_scale * z_loss_scale,

@@ -298,10 +298,10 @@ def load_weights(
     """Return the weights of the losses of rows, of their gradients, and of their targets' classes."""
     row_weight = tl.full(row.shape, 1.0, ACCUM)
     if token_weight_ptr is not None:
-        row_weight = tl.load(token_weight_ptr + row, mask=exists, other=0.0).to(ACCUM)
+        row_weight = load_columns(token_weight_ptr + row, exists, "").to(ACCUM)
     gradient_weight = tl.where(in_range, row_weight, float("nan"))  # NaN for targets out of range
     if upstream_ptr is not None:
-        gradient_weight *= tl.load(upstream_ptr + row * upstream_stride, mask=exists, other=0.0).to(ACCUM)
+        gradient_weight *= load_columns(upstream_ptr + row * upstream_stride, exists, "").to(ACCUM)
     target_weight = tl.full(row.shape, 1.0, ACCUM)
     if class_weight_ptr is not None:
         target_weight = tl.load(class_weight_ptr + target, mask=in_range, other=1.0).to(ACCUM)
