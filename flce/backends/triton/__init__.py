@@ -213,16 +213,14 @@ class TritonBackend:
         return out
 
     def softmax(self, x: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
-        if not softmax.has_vectors(x, dtype):
-            return _TORCH.softmax(x, dtype, log)
-        with _device_guard(x):
-            return softmax.forward(x, dtype, log)
+        if softmax.has_vectors(x, dtype):
+            return softmax.process_rows(x, None, dtype, log)
+        return _TORCH.softmax(x, dtype, log)
 
     def softmax_backward(self, grad: Tensor, y: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
-        if not softmax.has_vectors(y, dtype):
-            return _TORCH.softmax_backward(grad, y, dtype, log)
-        with _device_guard(y):
-            return softmax.backward(grad, y, dtype, log)
+        if softmax.has_vectors(y, dtype):
+            return softmax.process_rows(y, grad, dtype, log)
+        return _TORCH.softmax_backward(grad, y, dtype, log)
 
 
 def _cross_entropy(
@@ -379,8 +377,3 @@ def _launch_size(
     registers = 2 * MAX_REGISTERS if demanding else shape.single_block_registers if is_plain else MAX_REGISTERS
     options = thread_options(device, max(1, lanes // WARP), registers)
     return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, **options}
-
-
-def _device_guard(x: Tensor) -> torch.cuda.device:
-    # Triton launches on the current device, which may not be the tensor's. -1 leaves the device (CPU interpreter).
-    return torch.cuda.device(x.device.index if x.device.type == "cuda" else -1)

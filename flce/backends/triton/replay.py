@@ -1,10 +1,10 @@
 """`run` launches kernels. It prepares the launches of each signature once and replays them with new addresses.
 
-All launches of this package except the softmax launches go through `run`. Triton inspects each argument of each launch,
-and a launch has up to forty arguments: this takes 0.1 ms of the host, for a kernel that may take 5 microseconds. The
-results depend only on types, shapes, strides and alignments of tensors and on numbers, which are the signature of a
-call of `run`. Therefore the first call with a signature stores its compiled launches and their arguments in order.
-Later calls only insert their addresses.
+All launches of this package go through `run`. Triton inspects each argument of each launch, and a launch has up to
+forty arguments: this takes 0.1 ms of the host, for a kernel that may take 5 microseconds. The results depend only on
+types, shapes, strides and alignments of tensors and on numbers, which are the signature of a call of `run`. Therefore
+the first call with a signature stores its compiled launches and their arguments in order. Later calls only insert their
+addresses.
 """
 
 from __future__ import annotations

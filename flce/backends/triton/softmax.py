@@ -1,7 +1,7 @@
 """Softmax and log-softmax of rows in memory, and their gradients: the kernel and its launch.
 
-`TritonBackend.softmax` and `softmax_backward` call `forward` and `backward`. All tensors are contiguous. The size of a
-row decides how the kernel processes the row:
+`TritonBackend` calls `process_rows`. All tensors are contiguous. The size of a row decides how the kernel processes the
+row:
 
 * *resident*: a program has one row or a few rows in registers. It reads the rows once and writes their results once;
 * *online*: a program reads its row block by block, twice, the second time backwards, because the caches then have the
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -36,9 +37,10 @@ from flce.backends.triton.launch import (
     MIN_FILLED_SHARE,
     VECTOR_BYTES,
     WARP,
+    Launch,
+    build_launch,
     fewest_warps,
     filled_share,
-    overlap_options,
     spills_more,
     thread_options,
 )
@@ -50,6 +52,7 @@ from flce.backends.triton.math import (
     softmax_update,
     wait_for_previous_kernel,
 )
+from flce.backends.triton.replay import run
 from flce.core.devices import device_record
 
 MAX_WARPS = 32
@@ -109,13 +112,12 @@ ONLINE_PARTS = 4
 @triton.jit(do_not_specialize=["num_rows"])
 def softmax_kernel(
     x_ptr,  # (num_rows, cols); in backward the result y
-    grad_ptr,  # likewise, in backward the upstream gradient
+    grad_ptr,  # likewise, the upstream gradient; None: forward
     out_ptr,  # likewise
     num_rows,
     cols,  # in units of ALIGN
     ACCUM: tl.constexpr,
     LOG: tl.constexpr,
-    BACKWARD: tl.constexpr,
     ALIGN: tl.constexpr,
     LONG: tl.constexpr,  # 2^30 columns or more
     OVERLAP: tl.constexpr,  # see `wait_for_previous_kernel`
@@ -126,6 +128,7 @@ def softmax_kernel(
     VECTOR: tl.constexpr,
 ):
     wait_for_previous_kernel(OVERLAP)
+    BACKWARD: tl.constexpr = grad_ptr is not None
     # A tile of several rows has two dimensions. A resident tile of one row has one dimension, and its statistics are
     # scalars: then two tiles of different length each keep the layout in which they were loaded.
     FLAT: tl.constexpr = COLS > 0 and ROWS == 1
@@ -139,7 +142,8 @@ def softmax_kernel(
         cols = cols.to(tl.int64)
     vector_cols = cols * ALIGN
     x_ptr += start
-    grad_ptr += start
+    if BACKWARD:
+        grad_ptr += start
     out_ptr += start
 
     if COLS > 0:
@@ -147,7 +151,7 @@ def softmax_kernel(
         mask = columns < vector_cols
         if ROWS > 1:
             mask = mask & present
-        x, grad = _load(x_ptr, grad_ptr, columns, mask, "", BACKWARD)
+        x, grad = _load(x_ptr, grad_ptr, columns, mask, "")
         largest, wide_x = 0.0, x.to(ACCUM)
         if not BACKWARD:
             largest = tl.max(wide_x, AXIS, keep_dims=not FLAT)
@@ -168,9 +172,9 @@ def softmax_kernel(
         last_columns = last + offsets
         mask = last_columns < vector_cols
         for first in range(0, last, BLOCK):
-            x, grad = _load(x_ptr, grad_ptr, first + offsets, None, FIRST, BACKWARD)
+            x, grad = _load(x_ptr, grad_ptr, first + offsets, None, FIRST)
             largest, total = _update(largest, total, x.to(ACCUM), grad.to(ACCUM), LOG, BACKWARD, LANES, VECTOR)
-        x, grad = _load(x_ptr, grad_ptr, last_columns, mask, FIRST, BACKWARD)
+        x, grad = _load(x_ptr, grad_ptr, last_columns, mask, FIRST)
         largest, total = _update(largest, total, x.to(ACCUM), grad.to(ACCUM), LOG, BACKWARD, LANES, VECTOR)
         if BACKWARD:
             row_largest, row_total = 0.0, tl.sum(total, axis=0)
@@ -179,17 +183,17 @@ def softmax_kernel(
         normalizer = _normalizer(row_total, LOG, BACKWARD)
         for done in range(0, last, BLOCK):
             columns = last - BLOCK - done + offsets
-            x, grad = _load(x_ptr, grad_ptr, columns, None, "evict_first", BACKWARD)
+            x, grad = _load(x_ptr, grad_ptr, columns, None, "evict_first")
             out = _result(x.to(ACCUM), grad.to(ACCUM), row_largest, normalizer, LOG, BACKWARD)
             tl.store(out_ptr + columns, out.to(out_ptr.dtype.element_ty), eviction_policy="evict_first")
-        x, grad = _load(x_ptr, grad_ptr, last_columns, mask, "evict_first", BACKWARD)
+        x, grad = _load(x_ptr, grad_ptr, last_columns, mask, "evict_first")
         out = _result(x.to(ACCUM), grad.to(ACCUM), row_largest, normalizer, LOG, BACKWARD)
         tl.store(out_ptr + last_columns, out.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
-def _load(x_ptr, grad_ptr, columns, mask, EVICTION: tl.constexpr, BACKWARD: tl.constexpr):
-    if BACKWARD:
+def _load(x_ptr, grad_ptr, columns, mask, EVICTION: tl.constexpr):
+    if grad_ptr is not None:
         return load_columns(x_ptr + columns, mask, EVICTION), load_columns(grad_ptr + columns, mask, EVICTION)
     else:
         x = load_columns(x_ptr + columns, mask, EVICTION, float("-inf"))
@@ -252,14 +256,16 @@ class RowLaunch(NamedTuple):
     registers: int | None = None  # maximum of a thread
 
 
-def forward(x: Tensor, dtype: torch.dtype, log: bool, launch: RowLaunch | None = None) -> Tensor:
-    """Return the result of `Backend.softmax`. A `launch` replaces the launch that `row_launch` chooses."""
-    return _launch(x, x, torch.empty_like(x, dtype=dtype), log, False, launch)
-
-
-def backward(grad: Tensor, y: Tensor, dtype: torch.dtype, log: bool, launch: RowLaunch | None = None) -> Tensor:
-    """Return the result of `Backend.softmax_backward`. A `launch` replaces the launch that `row_launch` chooses."""
-    return _launch(y, grad, torch.empty_like(y, dtype=dtype), log, True, launch)
+def process_rows(
+    x: Tensor, grad: Tensor | None, dtype: torch.dtype, log: bool, launch: RowLaunch | None = None
+) -> Tensor:
+    """Return the result of `Backend.softmax`, or with `grad` of `Backend.softmax_backward`, whose `y` is `x`. A `launch`
+    replaces the launch that `row_launch` chooses."""
+    out = torch.empty_like(x, dtype=dtype)
+    if x.numel():
+        launch = launch or row_launch(x.shape[-1], x.dtype, dtype, grad is not None, x.device)
+        run(_launches, x, grad, out, log, launch)
+    return out
 
 
 def has_vectors(x: Tensor, dtype: torch.dtype) -> bool:
@@ -305,31 +311,24 @@ def row_launch(cols: int, read: torch.dtype, written: torch.dtype, backward: boo
     return RowLaunch(warps, parts=parts, vector=vector, registers=MAX_REGISTERS)
 
 
-def _launch(x: Tensor, grad: Tensor, out: Tensor, log: bool, backward: bool, launch: RowLaunch | None) -> Tensor:
-    if not x.numel():
-        return out
+def _launches(x: Tensor, grad: Tensor | None, out: Tensor, log: bool, launch: RowLaunch) -> Iterator[Launch]:
     cols = x.shape[-1]
     num_rows = x.numel() // cols
-    launch = launch or row_launch(cols, x.dtype, out.dtype, backward, x.device)
-    rows, lanes, resident = launch.rows, 32 * launch.warps, launch.parts == 0
     align = math.gcd(VECTOR_BYTES, cols)  # an element has at least one byte
-    softmax_kernel[(triton.cdiv(num_rows, rows),)](
-        x,
-        grad,
-        out,
-        num_rows,
-        cols // align,
-        ACCUM=tl.float64 if torch.float64 in (x.dtype, grad.dtype, out.dtype) else tl.float32,
-        LOG=log,
-        BACKWARD=backward,
-        ALIGN=align,
-        LONG=cols >= 1 << 30,
-        ROWS=rows,
-        COLS=triton.next_power_of_2(cols) if resident else 0,
-        PARTS=launch.parts,
-        LANES=lanes,
-        VECTOR=launch.vector,
+    dtypes = x.dtype, out.dtype if grad is None else grad.dtype, out.dtype
+    options = {
+        "ACCUM": tl.float64 if torch.float64 in dtypes else tl.float32,
+        "LOG": log,
+        "ALIGN": align,
+        "LONG": cols >= 1 << 30,
+        "ROWS": launch.rows,
+        "COLS": 0 if launch.parts else triton.next_power_of_2(cols),
+        "PARTS": launch.parts,
+        "LANES": WARP * launch.warps,
+        "VECTOR": launch.vector,
         **thread_options(x.device, launch.warps, launch.registers),
-        **overlap_options(x.device),
+    }
+    grid = (triton.cdiv(num_rows, launch.rows),)
+    yield build_launch(
+        softmax_kernel, grid, None, options, x=x, grad=grad, out=out, num_rows=num_rows, cols=cols // align
     )
-    return out
