@@ -261,6 +261,8 @@ def specialization(launch: Launch) -> tuple[Any, ...]:
     for name, value in launch.args.items():
         if isinstance(value, Tensor):
             key.append((name, value.dtype, name in unaligned or value.data_ptr() % 16 == 0))
+        elif value is None:
+            key.append((name, None))
         elif isinstance(value, int) and name not in fixed:
             key.append((name, value == 1, value % 16 == 0))
     return tuple(key)

@@ -355,7 +355,7 @@ def _finish_and_retry(memory: _Memory, call: StatisticsCall, factors: Tensor) ->
 
 def _products(memory: _Memory, call: StatisticsCall, *, is_retry: bool) -> Iterator[Launch]:
     weight, max_cols = memory.weight, product.classes_per_launch(memory.weight)
-    for tile, tile_exps in _tiles(memory.exps, len(weight), is_retry, max_cols):
+    for tile, tile_exps in _tiles(memory.exps, len(weight), max_cols):
         yield product.launch(
             memory.x,
             weight[tile.columns],
@@ -388,16 +388,12 @@ def _finish(memory: _Memory, call: StatisticsCall, factors: Tensor, *, is_retry:
     )
 
 
-def _tiles(
-    exps: Sequence[Tensor], vocab_size: int, is_retry: bool, max_cols: int
-) -> Iterator[tuple[TileClasses, Tensor]]:
-    """Yield the tile of each launch (`product.tiles`) and its exponentials. `is_retry`: few launches, because
-    retries are rare."""
+def _tiles(exps: Sequence[Tensor], vocab_size: int, max_cols: int) -> Iterator[tuple[TileClasses, Tensor]]:
+    """Yield the tile of each launch (`product.tiles`) and its exponentials."""
     start = 0
     for exps_tile in exps:
         stop = start + exps_tile.shape[1]
-        single = [TileClasses(start, stop - start, vocab_size, stop - start)]
-        for tile in single if is_retry and max_cols >= vocab_size else product.tiles(start, stop, vocab_size, max_cols):
+        for tile in product.tiles(start, stop, vocab_size, max_cols):
             yield tile, exps_tile[:, tile.start - start : tile.start - start + tile.cols]
         start = stop
 

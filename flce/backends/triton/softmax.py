@@ -259,8 +259,10 @@ class RowLaunch(NamedTuple):
 def process_rows(
     x: Tensor, grad: Tensor | None, dtype: torch.dtype, log: bool, launch: RowLaunch | None = None
 ) -> Tensor:
-    """Return the result of `Backend.softmax`, or with `grad` of `Backend.softmax_backward`, whose `y` is `x`. A `launch`
-    replaces the launch that `row_launch` chooses."""
+    """Return the result of `Backend.softmax`, or with `grad` of `Backend.softmax_backward`, whose `y` is `x`.
+
+    A `launch` replaces the launch that `row_launch` chooses.
+    """
     out = torch.empty_like(x, dtype=dtype)
     if x.numel():
         launch = launch or row_launch(x.shape[-1], x.dtype, dtype, grad is not None, x.device)
