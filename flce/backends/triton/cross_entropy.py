@@ -62,7 +62,6 @@ from flce.backends.triton.math import (
     softmax_merge,
     softmax_term,
     softmax_update,
-    store_results,
     transform,
     wait_for_previous_kernel,
 )
@@ -137,26 +136,6 @@ def _merge(
         terms = tl.where(z == float("-inf"), 0.0, exps * (z - broadcast_lanes(zero, LANES, VECTOR)))
         entropy_sum = carried + lane_sum(terms, LANES, VECTOR)
     return largest, total, entropy_sum, smooth_sum, argmax, logit_sum, exps
-
-
-@triton.jit
-def _gradient(
-    term,  # `softmax_term`
-    jacobian,
-    columns,
-    mask,  # True for columns that are classes; None: all are
-    class_weight_ptr,
-    classes_factor,
-    target_factor,  # 0 for columns that are not the target
-    HAS_LABEL_SMOOTHING: tl.constexpr,
-    HAS_JACOBIAN: tl.constexpr,
-):
-    """Return the `logit_gradient` of some columns of a row."""
-    if HAS_LABEL_SMOOTHING and class_weight_ptr is not None:
-        classes_factor *= load_columns(class_weight_ptr + columns, mask, "").to(term.dtype)
-    return logit_gradient(
-        term, None, target_factor, jacobian, HAS_JACOBIAN, classes_factor, HAS_LABEL_SMOOTHING
-    )  # fmt: skip
 
 
 @triton.jit(
@@ -434,16 +413,13 @@ def cross_entropy_kernel(
             smooth = 0.0
             if HAS_LABEL_SMOOTHING:
                 smooth = weight_sum * (log_sum + (row_max - reference)) - row_smooth_sum
-            loss, row_z_loss, softmax_factor, target_factor, classes_factor, at_target = finish_row(
+            softmax_factor, target_factor, classes_factor, at_target = finish_row(
                 offset=row_max, log_sum=log_sum, nll=nll, smooth=smooth, valid=valid, row_weight=row_weight,
                 target_weight=target_weight, ce_scale=row_scale * ce_scale, z_loss_scale=row_scale * z_loss_scale,
-                weight_sum=weight_sum, vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss,
-                HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING, HAS_Z_LOSS=HAS_Z_LOSS,
-            )  # fmt: skip
-            store_results(
-                row=row, mask=None, valid=valid, nll=nll, offset=row_max, log_sum=log_sum, loss=loss,
-                row_z_loss=row_z_loss, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
-                logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
+                weight_sum=weight_sum, vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss, row=row,
+                exists=None, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
+                logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
+                HAS_Z_LOSS=HAS_Z_LOSS,
             )  # fmt: skip
             if WANT_ENTROPY:
                 tl.store(entropy_ptr + row, tl.where(valid, log_sum - row_entropy_sum / row_sum, 0.0))
@@ -499,11 +475,10 @@ def cross_entropy_kernel(
         # All threads have read the target's logit and the edges, which are overwritten from here on.
         tl.debug_barrier()
         if EDGES:
-            edge_grad = _gradient(
+            edge_grad = logit_gradient(
                 softmax_term(edge_z, row_max, log_sum, softmax_factor, entropy_factor, HAS_ENTROPY_GRADIENT),
-                tl.where(edge_present, edge_jacobian, 0.0),
-                edge_columns, edge_present, tile_weight_ptr, classes_factor, 0.0,
-                HAS_LABEL_SMOOTHING, HAS_JACOBIAN,
+                None, 0.0, tl.where(edge_present, edge_jacobian, 0.0), HAS_JACOBIAN,
+                classes_factor, tile_weight_ptr, edge_columns, edge_present, HAS_LABEL_SMOOTHING,
             )  # fmt: skip
             tl.store(grad_ptr + edge_columns, edge_grad.to(grad_ptr.dtype.element_ty), mask=edge_columns < stop)
         if not ONE_BLOCK:
@@ -514,10 +489,10 @@ def cross_entropy_kernel(
                     tl.load(logits_ptr + columns, eviction_policy="evict_first"), bias_ptr, columns, None,
                     scale, cap, ACCUM, HAS_SCALE, HAS_SOFTCAP,
                 )  # fmt: skip
-                grad = _gradient(
-                    softmax_term(z, row_max, log_sum, softmax_factor, entropy_factor, HAS_ENTROPY_GRADIENT), jacobian,
-                    columns, None, tile_weight_ptr, classes_factor, 0.0,
-                    HAS_LABEL_SMOOTHING, HAS_JACOBIAN,
+                grad = logit_gradient(
+                    softmax_term(z, row_max, log_sum, softmax_factor, entropy_factor, HAS_ENTROPY_GRADIENT),
+                    None, 0.0, jacobian, HAS_JACOBIAN,
+                    classes_factor, tile_weight_ptr, columns, None, HAS_LABEL_SMOOTHING,
                 )  # fmt: skip
                 if NARROWING:
                     tl.debug_barrier()
@@ -543,9 +518,9 @@ def cross_entropy_kernel(
                 entropy_factor,
                 HAS_ENTROPY_GRADIENT,
             )
-        grad = _gradient(
-            term, tl.where(present, jacobian, 0.0), last_columns, present, tile_weight_ptr, classes_factor, 0.0,
-            HAS_LABEL_SMOOTHING, HAS_JACOBIAN,
+        grad = logit_gradient(
+            term, None, 0.0, tl.where(present, jacobian, 0.0), HAS_JACOBIAN,
+            classes_factor, tile_weight_ptr, last_columns, present, HAS_LABEL_SMOOTHING,
         )  # fmt: skip
         if NARROWING:
             tl.debug_barrier()
@@ -558,11 +533,10 @@ def cross_entropy_kernel(
         if EXPONENTIALS:
             target_grad = tl.full((), 0.0, ACCUM)
         else:
-            target_grad = _gradient(
+            target_grad = logit_gradient(
                 softmax_term(target_z, row_max, log_sum, softmax_factor, entropy_factor, HAS_ENTROPY_GRADIENT),
-                target_jacobian,
-                target_column, target_in_tile, tile_weight_ptr, classes_factor, target_factor,
-                HAS_LABEL_SMOOTHING, HAS_JACOBIAN,
+                None, target_factor, target_jacobian, HAS_JACOBIAN,
+                classes_factor, tile_weight_ptr, target_column, target_in_tile, HAS_LABEL_SMOOTHING,
             )  # fmt: skip
         # All threads have written the row, with the target's column, which is overwritten now.
         tl.debug_barrier()

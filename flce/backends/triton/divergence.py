@@ -149,7 +149,9 @@ def divergence_kernel(
             else:
                 term = tl.where(p > 0.0, (factor + divergence_factor * (1.0 - beta) * ratio) * p, 0.0)
             is_target = columns == target - column_start
-            grad = logit_gradient(term, is_target, target_factor, jacobian, HAS_SCALE or HAS_SOFTCAP, 0.0, False)
+            grad = logit_gradient(
+                term, is_target, target_factor, jacobian, HAS_SCALE or HAS_SOFTCAP, 0.0, None, columns, None, False
+            )
             grad = tl.where((target != ignore_index) & present, grad, 0.0)
             tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=readable)
         else:  # Classes of probability 0 add 0, also if their ratio is infinite.

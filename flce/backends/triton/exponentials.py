@@ -41,12 +41,22 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends import contract
-from flce.backends.contract import StatisticsCall, TileClasses
+from flce.backends.contract import StatisticsCall
 from flce.backends.triton import product
 from flce.backends.triton.launch import FLAG_STRIDE, Launch, build_launch, thread_options
-from flce.backends.triton.math import LN_2, LOG2_E, finish_rows, log1p, transform
+from flce.backends.triton.math import (
+    LN_2,
+    LOG2_E,
+    finish_row,
+    load_scales,
+    load_weights,
+    log1p,
+    store_normalizer,
+    transform,
+)
 from flce.backends.triton.replay import run
 from flce.core.gemm import ALIGNMENT
+from flce.core.slices import offset_slice, slice_columns
 
 # Classes whose logits are computed before the product, for the reference of each row: 0.2% of a vocabulary of 128,256.
 SAMPLES = 256
@@ -220,13 +230,24 @@ def finish_kernel(
         nll = tl.where(near, exact, log_sum + (offset - target_z))
         # NaN for targets out of range, and for rows whose exponentials are all out of range.
         nll = tl.where(in_range & (normalizer > _LEAST), nll, float("nan"))
-        softmax_factor, at_target = finish_rows(
-            row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, offset=offset,
-            log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr,
-            upstream_ptr=upstream_ptr, scales_ptr=scales_ptr, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
-            normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, upstream_stride=upstream_stride,
-            normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, IS_SHARD=IS_SHARD,
-        )  # fmt: skip
+        if IS_SHARD:  # The rows are ended when the shards are merged.
+            store_normalizer(row, exists, valid, nll, offset, log_sum, normalizer_ptr, normalizer_stride)
+            softmax_factor = tl.full((ROWS,), 1.0, tl.float32)
+            at_target = tl.full((ROWS,), 1.0, tl.float32)
+        else:
+            row_weight, gradient_weight, target_weight = load_weights(
+                row, exists, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride,
+                tl.float32,
+            )  # fmt: skip
+            ce_scale, z_loss_scale, _weight_sum = load_scales(scales_ptr, tl.float32)
+            softmax_factor, _target_factor, _classes_factor, at_target = finish_row(
+                offset=offset, log_sum=log_sum, nll=nll, smooth=None, valid=valid, row_weight=row_weight,
+                target_weight=target_weight, ce_scale=gradient_weight * ce_scale,
+                z_loss_scale=gradient_weight * z_loss_scale, weight_sum=None, vocab_size=None, label_smoothing=None,
+                z_loss=z_loss, row=row, exists=exists, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
+                normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
+                HAS_LABEL_SMOOTHING=False, HAS_Z_LOSS=HAS_Z_LOSS,
+            )  # fmt: skip
         factor = tl.where(normalizer > _LEAST, softmax_factor / normalizer, float("nan"))
         if HAS_SCALE:
             factor *= scale
@@ -354,17 +375,20 @@ def _finish_and_retry(memory: _Memory, call: StatisticsCall, factors: Tensor) ->
 
 
 def _products(memory: _Memory, call: StatisticsCall, *, is_retry: bool) -> Iterator[Launch]:
-    weight, max_cols = memory.weight, product.classes_per_launch(memory.weight)
-    for tile, tile_exps in _tiles(memory.exps, len(weight), max_cols):
-        yield product.launch(
-            memory.x,
-            weight[tile.columns],
-            call._replace(tile=tile),
-            tile_exps,
-            partial=memory.partial,
-            reference=memory.rows.reference,
-            work=memory.work[int(is_retry)],
-        )
+    weight, max_cols, start = memory.weight, product.classes_per_launch(memory.weight), 0
+    for exps in memory.exps:
+        stop = start + exps.shape[1]
+        for tile in product.tiles(start, stop, len(weight), max_cols):
+            yield product.launch(
+                memory.x,
+                weight[tile.columns],
+                call._replace(tile=tile),
+                slice_columns(exps, offset_slice(tile.columns, -start)),
+                partial=memory.partial,
+                reference=memory.rows.reference,
+                work=memory.work[int(is_retry)],
+            )
+        start = stop
 
 
 def _finish(memory: _Memory, call: StatisticsCall, factors: Tensor, *, is_retry: bool) -> Iterator[Launch]:
@@ -386,16 +410,6 @@ def _finish(memory: _Memory, call: StatisticsCall, factors: Tensor, *, is_retry:
         blocks=blocks,
         **memory.rows._asdict(),
     )
-
-
-def _tiles(exps: Sequence[Tensor], vocab_size: int, max_cols: int) -> Iterator[tuple[TileClasses, Tensor]]:
-    """Yield the tile of each launch (`product.tiles`) and its exponentials."""
-    start = 0
-    for exps_tile in exps:
-        stop = start + exps_tile.shape[1]
-        for tile in product.tiles(start, stop, vocab_size, max_cols):
-            yield tile, exps_tile[:, tile.start - start : tile.start - start + tile.cols]
-        start = stop
 
 
 def combine_rows(

@@ -201,6 +201,15 @@ def softmax_minus_target(softmax_factor, target_factor, more_softmax, nll):
 
 
 @triton.jit
+def store_normalizer(row, mask, valid, nll, offset, log_sum, normalizer_ptr, stride):
+    """Store the normalizers of rows, 0 for ignored rows."""
+    normalizer_ptr += row
+    tl.store(normalizer_ptr + _OFFSET * stride, tl.where(valid, offset, 0.0), mask=mask)
+    tl.store(normalizer_ptr + _LOG_SUM * stride, tl.where(valid, log_sum, 0.0), mask=mask)
+    tl.store(normalizer_ptr + _LOGPROB * stride, tl.where(valid, -nll, 0.0), mask=mask)
+
+
+@triton.jit
 def finish_row(
     offset,  # the normalizer: offset + log_sum is lse
     log_sum,
@@ -215,11 +224,20 @@ def finish_row(
     vocab_size,
     label_smoothing,
     z_loss,
+    row,
+    exists,  # True for rows that exist; None: all do
+    loss_ptr,  # (rows,); None: only return the row gradient
+    z_loss_ptr,
+    normalizer_ptr,
+    logprob_ptr,
+    normalizer_stride,
     HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
 ):
-    """End rows: return loss and z-loss, and the row gradient: the factors of softmax, of the target's one-hot vector
-    and of the class weights; and the gradient in z of the target, whose two terms cancel for p near 1.
+    """End rows: store losses, normalizers and log-probabilities.
+
+    Return the row gradient: the factors of softmax, of the target's one-hot vector and of the class weights; and the
+    gradient in z of the target, whose two terms cancel for p near 1.
 
     `formulas.finish_row` has the same formulas. Call by keyword."""
     lse = tl.where(offset == float("inf"), offset, offset + log_sum)
@@ -239,48 +257,19 @@ def finish_row(
     softmax_factor = target_factor + more_softmax
     at_target = softmax_minus_target(softmax_factor, target_factor, more_softmax, nll)
     at_target -= classes_factor * target_weight
+    if loss_ptr is not None:
+        store_normalizer(row, exists, valid, nll, offset, log_sum, normalizer_ptr, normalizer_stride)
+        tl.store(loss_ptr + row, tl.where(valid, loss * row_weight, 0.0), mask=exists)
+        if z_loss_ptr is not None:
+            tl.store(z_loss_ptr + row, tl.where(valid, row_z_loss * row_weight, 0.0), mask=exists)
+        if logprob_ptr is not None:
+            tl.store(logprob_ptr + row, tl.where(valid, -nll, 0.0), mask=exists)
     return (
-        tl.where(valid, loss * row_weight, 0.0),
-        tl.where(valid, row_z_loss * row_weight, 0.0),
         tl.where(valid, softmax_factor, 0.0),
         tl.where(valid, target_factor, 0.0),
         tl.where(valid, classes_factor, 0.0),
         tl.where(valid, at_target, 0.0),
     )
-
-
-@triton.jit
-def store_normalizer(row, mask, valid, nll, offset, log_sum, normalizer_ptr, stride):
-    """Store the normalizers of rows, 0 for ignored rows."""
-    normalizer_ptr += row
-    tl.store(normalizer_ptr + _OFFSET * stride, tl.where(valid, offset, 0.0), mask=mask)
-    tl.store(normalizer_ptr + _LOG_SUM * stride, tl.where(valid, log_sum, 0.0), mask=mask)
-    tl.store(normalizer_ptr + _LOGPROB * stride, tl.where(valid, -nll, 0.0), mask=mask)
-
-
-@triton.jit
-def store_results(
-    row,
-    mask,  # True for rows that exist; None: all do
-    valid,
-    nll,
-    offset,
-    log_sum,
-    loss,
-    row_z_loss,
-    loss_ptr,
-    z_loss_ptr,
-    normalizer_ptr,
-    logprob_ptr,
-    normalizer_stride,
-):
-    """Store losses, normalizers and log-probabilities of rows. Call by keyword."""
-    store_normalizer(row, mask, valid, nll, offset, log_sum, normalizer_ptr, normalizer_stride)
-    tl.store(loss_ptr + row, loss, mask=mask)
-    if z_loss_ptr is not None:
-        tl.store(z_loss_ptr + row, row_z_loss, mask=mask)
-    if logprob_ptr is not None:
-        tl.store(logprob_ptr + row, tl.where(valid, -nll, 0.0), mask=mask)
 
 
 @triton.jit
@@ -306,61 +295,6 @@ def load_weights(
     if class_weight_ptr is not None:
         target_weight = tl.load(class_weight_ptr + target, mask=in_range, other=1.0).to(ACCUM)
     return row_weight, gradient_weight, target_weight
-
-
-@triton.jit
-def finish_rows(
-    row,
-    exists,
-    target,
-    valid,
-    in_range,
-    nll,
-    offset,
-    log_sum,
-    class_weight_ptr,
-    token_weight_ptr,
-    upstream_ptr,
-    scales_ptr,
-    loss_ptr,
-    z_loss_ptr,
-    normalizer_ptr,
-    logprob_ptr,
-    upstream_stride,
-    normalizer_stride,
-    z_loss,
-    HAS_Z_LOSS: tl.constexpr,
-    IS_SHARD: tl.constexpr,
-):
-    """Run `finish_row` and store the results, for the kernels that follow a fused product: in float32, without label
-    smoothing. With scales return the factor of softmax, and the gradient in z of the target. Call by keyword.
-
-    The rows of a shard are not finished: store their normalizer, and return 1."""
-    if IS_SHARD:
-        store_normalizer(row, exists, valid, nll, offset, log_sum, normalizer_ptr, normalizer_stride)
-        return tl.full(row.shape, 1.0, tl.float32), tl.full(row.shape, 1.0, tl.float32)
-    else:
-        row_weight, gradient_weight, target_weight = load_weights(
-            row, exists, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride,
-            tl.float32,
-        )  # fmt: skip
-        ce_scale = tl.zeros_like(nll)
-        z_loss_scale = tl.zeros_like(nll)
-        if scales_ptr is not None:
-            scales = load_scales(scales_ptr, tl.float32)
-            ce_scale = gradient_weight * scales[0]
-            z_loss_scale = gradient_weight * scales[1]
-        loss, row_z_loss, softmax_factor, _target_factor, _classes_factor, at_target = finish_row(
-            offset=offset, log_sum=log_sum, nll=nll, smooth=None, valid=valid, row_weight=row_weight,
-            target_weight=target_weight, ce_scale=ce_scale, z_loss_scale=z_loss_scale, weight_sum=None, vocab_size=None,
-            label_smoothing=None, z_loss=z_loss, HAS_LABEL_SMOOTHING=False, HAS_Z_LOSS=HAS_Z_LOSS,
-        )  # fmt: skip
-        store_results(
-            row=row, mask=exists, valid=valid, nll=nll, offset=offset, log_sum=log_sum, loss=loss,
-            row_z_loss=row_z_loss, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
-            logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
-        )  # fmt: skip
-        return softmax_factor, at_target
 
 
 @triton.jit
@@ -426,10 +360,11 @@ def row_gradient_kernel(
         row, exists, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride, ACCUM
     )  # fmt: skip
     ce_scale, z_loss_scale, weight_sum = load_scales(scales_ptr, ACCUM)
-    _loss, _row_z_loss, softmax_factor, target_factor, classes_factor, _at_target = finish_row(
+    softmax_factor, target_factor, classes_factor, _at_target = finish_row(
         offset=offset, log_sum=log_sum, nll=nll, smooth=0.0, valid=valid, row_weight=row_weight,
         target_weight=target_weight, ce_scale=scale * ce_scale, z_loss_scale=scale * z_loss_scale,
-        weight_sum=weight_sum, vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss,
+        weight_sum=weight_sum, vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss, row=row,
+        exists=exists, loss_ptr=None, z_loss_ptr=None, normalizer_ptr=None, logprob_ptr=None, normalizer_stride=0,
         HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING, HAS_Z_LOSS=HAS_Z_LOSS,
     )  # fmt: skip
     row_gradient_ptr += row
@@ -456,7 +391,10 @@ def logit_gradient(
     target_factor,
     jacobian,  # dz/da
     HAS_JACOBIAN: tl.constexpr,
-    classes_factor,  # times the weight of the class
+    classes_factor,
+    class_weight_ptr,  # multiplies `classes_factor`; None: 1
+    columns,
+    mask,  # True for columns that are classes; None: all are
     HAS_LABEL_SMOOTHING: tl.constexpr,
 ):
     """Return the gradient of a row's loss with respect to its logits, from its row gradient."""
@@ -464,6 +402,8 @@ def logit_gradient(
     if is_target is not None:
         grad = tl.where(is_target, grad, term)
     if HAS_LABEL_SMOOTHING:
+        if class_weight_ptr is not None:
+            classes_factor *= load_columns(class_weight_ptr + columns, mask, "").to(term.dtype)
         grad -= classes_factor
     if HAS_JACOBIAN:
         grad *= jacobian
