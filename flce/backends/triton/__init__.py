@@ -17,15 +17,7 @@ from torch import Tensor
 
 from flce.backends.contract import GradientCall, RowInputs, RowOutputs, StatisticsCall, TileCall
 from flce.backends.eager import TorchBackend
-from flce.backends.triton import (
-    divergence,
-    entries,
-    product,
-    reduction,
-    sampling,
-    scale,
-    softmax,
-)
+from flce.backends.triton import divergence, entries, product, reduction, softmax
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.exponentials import combine_rows, fused_exponentials
 from flce.backends.triton.launch import (
@@ -190,26 +182,26 @@ class TritonBackend:
     weight_gradient = staticmethod(weight_gradient)
     unscaled_weight_gradient = staticmethod(unscaled_weight_gradient)
     add_target_terms = staticmethod(add_target_terms)
-    mark_entries = staticmethod(_replayed(sampling.mark_entries))
-    set_thresholds = staticmethod(_replayed(sampling.set_thresholds))
-    list_entries = staticmethod(sampling.list_entries)
-    sampled_gradient = staticmethod(_replayed(sampling.sampled_gradient))
-    sampled_weight_gradient = staticmethod(_replayed(sampling.sampled_weight_gradient))
+    mark_entries = staticmethod(_replayed(entries.mark_entries))
+    set_thresholds = staticmethod(_replayed(entries.set_thresholds))
+    list_entries = staticmethod(entries.list_entries)
+    sampled_gradient = staticmethod(_replayed(entries.sampled_gradient))
+    sampled_weight_gradient = staticmethod(_replayed(entries.sampled_weight_gradient))
     row_products = staticmethod(_replayed(entries.row_products))
     sum_equal = staticmethod(_replayed(entries.sum_equal))
     write_entries = staticmethod(_replayed(entries.write_entries))
     loss_scales = staticmethod(reduction.loss_scales)
     reduce = staticmethod(reduction.reduce)
-    scale_rows_ = staticmethod(_replayed(scale.scale_rows))
+    scale_rows_ = staticmethod(_replayed(reduction.scale_rows))
 
     def scale_(self, xs: Sequence[Tensor], factor: Tensor) -> None:
         xs = [x for x in xs if x.numel()]
         for x, second in itertools.zip_longest(xs[::2], xs[1::2]):
-            run(scale.scale, x, x, second, factor)
+            run(reduction.scale, x, x, second, factor)
 
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty_like(x, dtype=dtype)
-        run(scale.scale, x, out, None, factor)
+        run(reduction.scale, x, out, None, factor)
         return out
 
     def softmax(self, x: Tensor, dtype: torch.dtype, log: bool) -> Tensor:

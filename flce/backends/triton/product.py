@@ -42,6 +42,7 @@ from flce.backends.contract import (
     TileClasses,
     num_partial_statistics,
 )
+from flce.backends.triton.entries import pack_marks, random_mantissa
 from flce.backends.triton.launch import LOGIT_OPTIONS, Launch, build_launch, overlap_options
 from flce.backends.triton.math import (
     LOG2_E,
@@ -59,7 +60,6 @@ from flce.backends.triton.math import (
     transform,
 )
 from flce.backends.triton.replay import run
-from flce.backends.triton.sampling import pack_marks, random_mantissa
 from flce.core.devices import device_record
 
 # A block has ROWS x COLS logits, summed over DEPTH per step. The time of statistics on an H200, relative to a bare
