@@ -55,10 +55,10 @@ from flce.backends.triton.math import (
     load_columns,
     load_normalizer,
     load_row_gradient,
+    load_scale,
     load_scales,
     load_weights,
     logit_gradient,
-    multiply_z,
     softmax_merge,
     softmax_term,
     softmax_update,
@@ -242,13 +242,9 @@ def cross_entropy_kernel(
         # Load before any instruction waits for the target.
         one_a = tl.load(logits_ptr + offsets, mask=offsets < readable_stop, other=0.0)
     # The parameters are annotated as float64: otherwise Python floats are rounded to float32 even for float64 logits.
-    scale = tl.full((), scale, ACCUM)
-    cap = tl.full((), cap, ACCUM)
     label_smoothing = tl.full((), label_smoothing, ACCUM)
     z_loss = tl.full((), z_loss, ACCUM)
-
-    if inverse_temperature_ptr is not None:
-        scale, cap = multiply_z(scale, cap, inverse_temperature_ptr + row, None, HAS_SOFTCAP)
+    scale, cap = load_scale(scale, cap, inverse_temperature_ptr, row, None, HAS_SOFTCAP, ACCUM)
 
     target = tl.load(target_ptr + row)
     valid = target != ignore_index

@@ -30,7 +30,7 @@ from flce.backends.triton.math import (
     LOG2_E,
     load_normalizer,
     load_row_gradient,
-    multiply_z,
+    load_scale,
     softmax_minus_target,
     transform,
 )
@@ -134,10 +134,7 @@ def mark_kernel(
     a = tl.load(
         logits_ptr + row.to(tl.int64)[:, None] * logits_stride + column, mask=exists[:, None] & present, other=0.0
     )
-    row_scale = tl.full((ROWS,), scale, tl.float32)
-    row_cap = tl.full((ROWS,), cap, tl.float32)
-    if inverse_temperature_ptr is not None:
-        row_scale, row_cap = multiply_z(row_scale, row_cap, inverse_temperature_ptr + row, exists, HAS_SOFTCAP)
+    row_scale, row_cap = load_scale(scale, cap, inverse_temperature_ptr, row, exists, HAS_SOFTCAP, tl.float32)
     z, _jacobian = transform(
         a, bias_ptr, column, present, row_scale[:, None], row_cap[:, None], tl.float32, HAS_SCALE, HAS_SOFTCAP
     )
@@ -275,8 +272,6 @@ def gradient_kernel(
     STAGES: tl.constexpr,
     LONG_ROW: tl.constexpr,
 ):
-    scale = tl.full((), scale, ACCUM)
-    cap = tl.full((), cap, ACCUM)
     sample_below = tl.full((), sample_below, ACCUM)
     # Rows with many entries begin first, so that none of them is left at the end.
     num_rows = tl.num_programs(0) // 2
@@ -288,8 +283,7 @@ def gradient_kernel(
     column = tl.arange(0, HIDDEN)
     in_bounds = column < hidden
     x = tl.load(x_ptr + row * x_stride + column.to(tl.int64) * x_col_stride, mask=in_bounds, other=0.0).to(ACCUM)
-    if inverse_temperature_ptr is not None:
-        scale, cap = multiply_z(scale, cap, inverse_temperature_ptr + row, None, HAS_SOFTCAP)
+    scale, cap = load_scale(scale, cap, inverse_temperature_ptr, row, None, HAS_SOFTCAP, ACCUM)
     target = tl.load(target_ptr + row)
     seed = tl.load(seeds_ptr + row)
     offset, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, None)

@@ -48,6 +48,7 @@ from flce.backends.triton.math import (
     LN_2,
     LOG2_E,
     finish_row,
+    load_scale,
     load_scales,
     load_weights,
     log1p,
@@ -105,9 +106,8 @@ def reference_kernel(
     SAMPLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    scale = tl.full((), scale, tl.float32)
-    cap = tl.full((), cap, tl.float32)
     row = tl.program_id(0).to(tl.int64)
+    scale, cap = load_scale(scale, cap, None, row, None, HAS_SOFTCAP, tl.float32)
     target = tl.load(target_ptr + row)
     valid = target != ignore_index
     in_range = (target >= 0) & (target < vocab_size) & valid

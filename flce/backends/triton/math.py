@@ -131,13 +131,17 @@ def load_columns(pointers, mask, EVICTION: tl.constexpr, OTHER: tl.constexpr = 0
 
 
 @triton.jit
-def multiply_z(scale, cap, factor_ptr, mask, HAS_SOFTCAP: tl.constexpr):
-    """Return the scale and cap with which `transform` multiplies z by a factor of each row."""
-    factor = load_columns(factor_ptr, mask, "", 1.0).to(scale.dtype)
-    if HAS_SOFTCAP:
-        return scale, cap * factor
-    else:
-        return scale * factor, cap
+def load_scale(scale, cap, factor_ptr, row, exists, HAS_SOFTCAP: tl.constexpr, ACCUM: tl.constexpr):
+    """Return scale and cap of rows for `transform`. factor_ptr: (rows,) multiplies the z of a row; None: 1."""
+    scale = tl.full(row.shape, scale, ACCUM)
+    cap = tl.full(row.shape, cap, ACCUM)
+    if factor_ptr is not None:
+        factor = load_columns(factor_ptr + row, exists, "", 1.0).to(ACCUM)
+        if HAS_SOFTCAP:
+            cap *= factor
+        else:
+            scale *= factor
+    return scale, cap
 
 
 @triton.jit

@@ -51,9 +51,9 @@ from flce.backends.triton.math import (
     finish_row,
     load_normalizer,
     load_row_gradient,
+    load_scale,
     load_weights,
     logit_gradient,
-    multiply_z,
     softmax_merge,
     softmax_term,
     store_normalizer,
@@ -148,8 +148,6 @@ def product_kernel(
 ):
     if LAUNCH_NEXT:
         gdc_launch_dependents()
-    scale = tl.full((), scale, tl.float32)
-    cap = tl.full((), cap, tl.float32)
     row_blocks = tl.cdiv(rows, ROWS)
     if reference_ptr is not None:
         row_blocks = tl.minimum(row_blocks, tl.load(work_ptr) - 1)
@@ -174,10 +172,7 @@ def product_kernel(
             # more shared memory than is left.
             column = col_start + tl.arange(0, COLS)
             a += tl.load(bias_ptr + column, mask=column < cols, other=0.0).to(tl.float32)[None, :]
-        row_scale = tl.full((ROWS,), scale, tl.float32)
-        row_cap = tl.full((ROWS,), cap, tl.float32)
-        if inverse_temperature_ptr is not None:
-            row_scale, row_cap = multiply_z(row_scale, row_cap, inverse_temperature_ptr + row, exists, HAS_SOFTCAP)
+        row_scale, row_cap = load_scale(scale, cap, inverse_temperature_ptr, row, exists, HAS_SOFTCAP, tl.float32)
         z, jacobian = transform(
             a, None, columns, present, row_scale[:, None], row_cap[:, None], tl.float32, HAS_SCALE, HAS_SOFTCAP
         )
