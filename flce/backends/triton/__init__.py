@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, ParamSpec
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from flce.backends.contract import GradientCall, RowInputs, RowOutputs, StatisticsCall, TileCall
 from flce.backends.eager import TorchBackend
+from flce.backends.formulas import LOGIT_FIELDS
 from flce.backends.triton import divergence, entries, product, reduction, softmax
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.exponentials import combine_rows, fused_exponentials
 from flce.backends.triton.launch import (
     LINE_BYTES,
-    LOGIT_OPTIONS,
     MAX_REGISTERS,
     MIN_FILLED_SHARE,
     SECTOR_BYTES,
@@ -137,13 +137,6 @@ DEMANDING_WARPS = 16
 
 ROW_GRADIENT_BLOCK_ROWS = 128
 
-_Args = ParamSpec("_Args")
-
-
-def _replayed(list_launches: Callable[_Args, Iterable[Launch]]) -> Callable[_Args, None]:
-    """Return a function that runs the launches that `list_launches` yields."""
-    return functools.partial(run, list_launches)
-
 
 def _row_gradient(call: GradientCall) -> Iterator[Launch]:
     out = call.row_gradient
@@ -152,7 +145,7 @@ def _row_gradient(call: GradientCall) -> Iterator[Launch]:
         "ROWS": ROW_GRADIENT_BLOCK_ROWS,
     }
     grid = (triton.cdiv(out.shape[1], ROW_GRADIENT_BLOCK_ROWS),)
-    yield build_launch(row_gradient_kernel, grid, call, options, LOGIT_OPTIONS)
+    yield build_launch(row_gradient_kernel, grid, call, options, LOGIT_FIELDS)
 
 
 _TORCH = TorchBackend()  # for softmaxes of rows that are not whole vectors
@@ -173,26 +166,26 @@ class TritonBackend:
     def exponentials(self, logits: Tensor, exps: Tensor, call: StatisticsCall, state: Tensor, factors: Tensor) -> None:
         run(_cross_entropy, logits, exps, call, state, factors)
 
-    divergence = staticmethod(_replayed(divergence.divergence))
-    row_gradient = staticmethod(_replayed(_row_gradient))
+    divergence = staticmethod(functools.partial(run, divergence.divergence))
+    row_gradient = staticmethod(functools.partial(run, _row_gradient))
     fused_statistics = staticmethod(product.fused_statistics)
     fused_gradient = staticmethod(product.fused_gradient)
     fused_exponentials = staticmethod(fused_exponentials)
-    combine_rows = staticmethod(_replayed(combine_rows))
+    combine_rows = staticmethod(functools.partial(run, combine_rows))
     weight_gradient = staticmethod(weight_gradient)
     unscaled_weight_gradient = staticmethod(unscaled_weight_gradient)
     add_target_terms = staticmethod(add_target_terms)
-    mark_entries = staticmethod(_replayed(entries.mark_entries))
-    set_thresholds = staticmethod(_replayed(entries.set_thresholds))
+    mark_entries = staticmethod(functools.partial(run, entries.mark_entries))
+    set_thresholds = staticmethod(functools.partial(run, entries.set_thresholds))
     list_entries = staticmethod(entries.list_entries)
-    sampled_gradient = staticmethod(_replayed(entries.sampled_gradient))
-    sampled_weight_gradient = staticmethod(_replayed(entries.sampled_weight_gradient))
-    row_products = staticmethod(_replayed(entries.row_products))
-    sum_equal = staticmethod(_replayed(entries.sum_equal))
-    write_entries = staticmethod(_replayed(entries.write_entries))
+    sampled_gradient = staticmethod(functools.partial(run, entries.sampled_gradient))
+    sampled_weight_gradient = staticmethod(functools.partial(run, entries.sampled_weight_gradient))
+    row_products = staticmethod(functools.partial(run, entries.row_products))
+    sum_equal = staticmethod(functools.partial(run, entries.sum_equal))
+    write_entries = staticmethod(functools.partial(run, entries.write_entries))
     loss_scales = staticmethod(reduction.loss_scales)
     reduce = staticmethod(reduction.reduce)
-    scale_rows_ = staticmethod(_replayed(reduction.scale_rows))
+    scale_rows_ = staticmethod(functools.partial(run, reduction.scale_rows))
 
     def scale_(self, xs: Sequence[Tensor], factor: Tensor) -> None:
         xs = [x for x in xs if x.numel()]

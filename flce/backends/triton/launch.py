@@ -6,7 +6,7 @@ The launch functions of this package build their launches from it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -33,8 +33,6 @@ MIN_FILLED_SHARE = 3 / 4
 # Distance of flags, 32 bits each: kernels are built for addresses that are multiples of 16 bytes.
 FLAG_STRIDE = 4
 
-# Fields of `LossSpec` that change logits, for kernels that do not read logits.
-LOGIT_OPTIONS = ("softcap", "logit_scale", "temperature")
 # Fields of `LossSpec` that are parameters of no kernel: they decide the scales of the loss and the requested results.
 _HOST_OPTIONS = ("reduction", "stats", "empty_loss")
 # Parameters that stand for several fields.
@@ -104,8 +102,8 @@ def build_launch(
     kernel: Any,
     grid: tuple[int, ...],
     call: TileCall | None,
-    options: Mapping[str, Any],
-    leaves_out: Sequence[str] = (),
+    options: dict[str, Any],
+    leaves_out: Collection[str] = (),
     **args: Any,
 ) -> Launch:
     """Return a launch with the arguments of the call that are parameters of the kernel, and with `args`.
@@ -117,14 +115,14 @@ def build_launch(
 
     Args:
         args: tensors or None by ``name``; other arguments by the names of parameters. They replace arguments of `call`.
-        options: launch options and other flags.
+        options: launch options and compile-time parameters that do not follow from `call`.
         leaves_out: fields of `LossSpec` that the kernel does not need.
 
     Raises:
         TypeError: the kernel has no parameter for one of `args`.
         NotImplementedError: the kernel has no parameter for an option or a result that the call requests.
     """
-    tensors, values, flags = ({}, {}, {}) if call is None else _call_arguments(call)
+    tensors, values = ({}, {}) if call is None else _call_arguments(call)
     tensors |= {name: value for name, value in args.items() if value is None or isinstance(value, Tensor)}
     for name, tensor in tensors.items():
         strides = () if tensor is None else tensor.stride()
@@ -133,13 +131,10 @@ def build_launch(
         values[f"{name}_col_stride"] = strides[-1] if strides else 0
     values |= args
     _refuse_ignored_arguments(kernel, tuple(args), ((), ()) if call is None else _requested(call), tuple(leaves_out))
-    values, flags = (
-        {name: named[name] for name in _matching_parameters(kernel, tuple(named))} for named in (values, flags)
-    )
     if "OVERLAP" in kernel.arg_names:
         device = next(tensor.device for tensor in tensors.values() if tensor is not None)
-        flags |= overlap_options(device)
-    return Launch(kernel, grid, values, {**flags, **options})
+        options = {**overlap_options(device), **options}
+    return Launch(kernel, grid, {name: values[name] for name in _matching_parameters(kernel, tuple(values))}, options)
 
 
 def _requested(call: TileCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -167,8 +162,8 @@ def _refuse_ignored_arguments(
         raise NotImplementedError(f"{name} has no parameter for {', '.join(ignored)} yet")
 
 
-def _call_arguments(call: TileCall) -> tuple[dict[str, Tensor | None], dict[str, Any], dict[str, bool]]:
-    """Return the tensors of the call, its numbers, and the flags of its numbers."""
+def _call_arguments(call: TileCall) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
+    """Return the tensors of the call; its numbers and their flags."""
     inputs, spec, tile, *_ = call
     if isinstance(call, GradientCall):
         results = {name: getattr(call, name, None) for name in (*RowOutputs._fields, "row_gradient")}
@@ -198,7 +193,7 @@ def _call_arguments(call: TileCall) -> tuple[dict[str, Tensor | None], dict[str,
     flags = {f"HAS_{name.upper()}": numbers[name] != getattr(LossSpec, name) for name in NUMERIC_FIELDS}
     flags["HAS_SCALE"] = spec.scale != 1.0 or inputs.inverse_temperature is not None
     flags["HAS_ENTROPY_GRADIENT"] = isinstance(call, GradientCall) and call.has_entropy_gradient
-    return tensors, numbers, flags
+    return tensors, numbers | flags
 
 
 @functools.cache

@@ -42,8 +42,9 @@ from flce.backends.contract import (
     TileClasses,
     num_partial_statistics,
 )
+from flce.backends.formulas import LOGIT_FIELDS
 from flce.backends.triton.entries import pack_marks, random_mantissa
-from flce.backends.triton.launch import LOGIT_OPTIONS, Launch, build_launch, overlap_options
+from flce.backends.triton.launch import Launch, build_launch, overlap_options
 from flce.backends.triton.math import (
     LOG2_E,
     balanced_group,
@@ -401,7 +402,7 @@ def _statistics(
         (triton.cdiv(num_rows, FINISH_ROWS),),
         call,
         {"IS_SHARD": call.tile.is_shard, "ROWS": FINISH_ROWS, "BLOCKS": FINISH_BLOCKS},
-        LOGIT_OPTIONS,
+        LOGIT_FIELDS,
         partial=partial,
         target_logit=target_logit,
         blocks=blocks,

@@ -10,6 +10,7 @@ addresses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -53,15 +54,6 @@ class PreparedLaunch(NamedTuple):
         self.start(*arguments, stream=stream)
 
 
-class _Address(NamedTuple):
-    """The base of a descriptor in a replayed launch, which reads only the address."""
-
-    address: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 class DescriptorsByAddress:
     """Descriptors that differ only in the address of their base. The allocator returns few different addresses."""
 
@@ -75,7 +67,8 @@ class DescriptorsByAddress:
             if len(self._built) >= MAX_DESCRIPTORS:
                 self._built.clear()
             descriptor = TensorDescriptor.__new__(TensorDescriptor)
-            vars(descriptor).update(self._fields, base=_Address(address))
+            # A launch reads only the address of the base.
+            vars(descriptor).update(self._fields, base=SimpleNamespace(data_ptr=lambda: address))
             self._built[address] = descriptor
         return descriptor
 
