@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import GradientCall, RowInputs, RowOutputs, StatisticsCall, TileCall
-from flce.backends.eager import TorchBackend
 from flce.backends.formulas import LOGIT_FIELDS
 from flce.backends.triton import divergence, entries, product, reduction, softmax
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
@@ -148,9 +147,6 @@ def _row_gradient(call: GradientCall) -> Iterator[Launch]:
     yield build_launch(row_gradient_kernel, grid, call, options, LOGIT_FIELDS)
 
 
-_TORCH = TorchBackend()  # for softmaxes of rows that are not whole vectors
-
-
 class TritonBackend:
     name = "triton"
 
@@ -198,14 +194,10 @@ class TritonBackend:
         return out
 
     def softmax(self, x: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
-        if softmax.has_vectors(x, dtype):
-            return softmax.process_rows(x, None, dtype, log)
-        return _TORCH.softmax(x, dtype, log)
+        return softmax.process_rows(x, None, dtype, log)
 
     def softmax_backward(self, grad: Tensor, y: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
-        if softmax.has_vectors(y, dtype):
-            return softmax.process_rows(y, grad, dtype, log)
-        return _TORCH.softmax_backward(grad, y, dtype, log)
+        return softmax.process_rows(y, grad, dtype, log)
 
 
 def _cross_entropy(

@@ -134,7 +134,7 @@ def build_launch(
     if "OVERLAP" in kernel.arg_names:
         device = next(tensor.device for tensor in tensors.values() if tensor is not None)
         options = {**overlap_options(device), **options}
-    return Launch(kernel, grid, {name: values[name] for name in _matching_parameters(kernel, tuple(values))}, options)
+    return Launch(kernel, grid, {name: values[name] for name in kernel.arg_names if name in values}, options)
 
 
 def _requested(call: TileCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -194,10 +194,3 @@ def _call_arguments(call: TileCall) -> tuple[dict[str, Tensor | None], dict[str,
     flags["HAS_SCALE"] = spec.scale != 1.0 or inputs.inverse_temperature is not None
     flags["HAS_ENTROPY_GRADIENT"] = isinstance(call, GradientCall) and call.has_entropy_gradient
     return tensors, numbers | flags
-
-
-@functools.cache
-def _matching_parameters(kernel: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names that are parameters of the kernel."""
-    parameters = set(kernel.arg_names)
-    return tuple(name for name in names if name in parameters)

@@ -17,7 +17,7 @@ The result of a row is NaN if all its elements are -inf, or if it has +inf or Na
 check: NaN results from (-inf) - (-inf), because the row's maximum is not replaced by 0.
 
 The number of columns is in units of ALIGN elements, so that the compiler knows its divisors, and whole vectors lie
-within a row. Longer rows of another length (`has_vectors`) are left to PyTorch: single elements would be slower.
+within a row. Longer rows of another length are left to PyTorch: single elements would be slower.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce.backends.eager import TorchBackend
 from flce.backends.triton.launch import (
     MAX_REGISTERS,
     MIN_FILLED_SHARE,
@@ -56,6 +57,7 @@ from flce.backends.triton.replay import run
 from flce.core.devices import device_record
 
 MAX_WARPS = 32
+_TORCH = TorchBackend()  # for rows that are not whole vectors
 
 # The launch table. Figures were measured on an H200 with 4096 rows. Percentages are of the speed of a copy that moves
 # the same number of bytes. (Percentages above 120 are for tensors of 512 MiB, for which the copy had two thirds of the
@@ -253,7 +255,6 @@ class RowLaunch(NamedTuple):
     rows: int = 1  # resident: a power of two
     parts: int = 0  # online: parts of a block; 0: resident
     vector: int = 1  # online: elements of a vector
-    registers: int | None = None  # maximum of a thread
 
 
 def process_rows(
@@ -263,17 +264,14 @@ def process_rows(
 
     A `launch` replaces the launch that `row_launch` chooses.
     """
+    cols = x.shape[-1]
+    if cols > MAX_SINGLE_COLUMNS and cols * min(x.dtype.itemsize, dtype.itemsize) % VECTOR_BYTES:
+        return _TORCH.softmax(x, dtype, log) if grad is None else _TORCH.softmax_backward(grad, x, dtype, log)
     out = torch.empty_like(x, dtype=dtype)
     if x.numel():
-        launch = launch or row_launch(x.shape[-1], x.dtype, dtype, grad is not None, x.device)
+        launch = launch or row_launch(cols, x.dtype, dtype, grad is not None, x.device)
         run(_launches, x, grad, out, log, launch)
     return out
-
-
-def has_vectors(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if rows of `x`, and of results of `dtype`, are whole vectors, or so short that it does not matter."""
-    cols = x.shape[-1]
-    return cols <= MAX_SINGLE_COLUMNS or cols * min(x.dtype.itemsize, dtype.itemsize) % VECTOR_BYTES == 0
 
 
 @functools.lru_cache(maxsize=1024)
@@ -310,7 +308,7 @@ def row_launch(cols: int, read: torch.dtype, written: torch.dtype, backward: boo
     block = parts * 32 * vector  # columns of a warp
     while not backward and warps > FEWEST_ONLINE_WARPS and filled_share(cols, warps * block) < MIN_FILLED_SHARE:
         warps //= 2
-    return RowLaunch(warps, parts=parts, vector=vector, registers=MAX_REGISTERS)
+    return RowLaunch(warps, parts=parts, vector=vector)
 
 
 def _launches(x: Tensor, grad: Tensor | None, out: Tensor, log: bool, launch: RowLaunch) -> Iterator[Launch]:
@@ -328,7 +326,7 @@ def _launches(x: Tensor, grad: Tensor | None, out: Tensor, log: bool, launch: Ro
         "PARTS": launch.parts,
         "LANES": WARP * launch.warps,
         "VECTOR": launch.vector,
-        **thread_options(x.device, launch.warps, launch.registers),
+        **thread_options(x.device, launch.warps, MAX_REGISTERS if launch.parts else None),
     }
     grid = (triton.cdiv(num_rows, launch.rows),)
     yield build_launch(
