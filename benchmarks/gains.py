@@ -73,7 +73,11 @@ CARDS = (
     predicted("80 GB (H100): Llama-3.1-8B, LoRA 16 on q, v", "plan-llama-3.1-8b-lora-h100.json"),
     predicted("8 x 80 GB (H100), FSDP: Llama-3.1-8B, all weights", "plan-llama-3.1-8b-fsdp.json"),
     measured("GRPO step in TRL, Llama-3.2-1B, 8 x 4096 tokens: peak, GiB", *STEP, part=TRAINING),
-    measured("Megatron's loss, Gemma's head at H = 4096 on 2 GPUs, 8192 tokens: peak, GiB", *LAST_STAGE, head="gemma3 english"),
+    measured(
+        "Megatron's loss, Gemma's head at H = 4096 on 2 GPUs, 8192 tokens: peak, GiB",
+        *LAST_STAGE,
+        head="gemma3 english",
+    ),
 )
 
 

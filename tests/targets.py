@@ -72,7 +72,6 @@ PRODUCT_KERNELS = {
     "finish_statistics_kernel",
     "reference_kernel",
     "finish_kernel",
-    "target_slots_kernel",
     "weight_gradient_kernel",
 }
 

@@ -169,10 +169,9 @@ class RowOutputs(NamedTuple):
     @staticmethod
     def requested_fields(spec: LossSpec) -> tuple[bool, ...]:
         """Return for each field True if a call requests it."""
-        stats = spec.stats
-        argmax = "argmax" in stats or "correct" in stats
-        named = [name in stats for name in ("logprob", "entropy", "mean_logit")]
-        return True, spec.z_loss != 0.0, True, *named[:2], argmax, *named[2:]
+        argmax = "argmax" in spec.stats or "correct" in spec.stats
+        needed = {"loss": True, "z_loss": spec.z_loss != 0.0, "normalizer": True, "argmax": argmax}
+        return tuple(needed.get(name, name in spec.stats) for name in RowOutputs._fields)
 
     @staticmethod
     def allocate(

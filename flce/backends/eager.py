@@ -84,9 +84,9 @@ class TorchBackend:
     name = "torch"
 
     def statistics(self, logits: Tensor, call: StatisticsCall, state: Tensor | None) -> None:
-        for rows, slab_logits in _slabs(logits):
+        for rows in _slabs(logits):
             slab = call.select_rows(rows)
-            z = _transform(slab_logits, slab, want_jacobian=False)[0]
+            z = _transform(logits[rows], slab, want_jacobian=False)[0]
             targets = Targets.from_call(slab)
             merged = _merge(z, slab, targets, None if state is None else state[:, rows])[0]
             if call.tile.is_last:
@@ -100,9 +100,9 @@ class TorchBackend:
         call.row_gradient.copy_(formulas.row_gradient(call))
 
     def gradient(self, logits: Tensor, grad: Tensor, call: GradientCall) -> None:
-        for rows, slab_logits, out in _slabs(logits, grad):
+        for rows in _slabs(logits):
             slab = call.select_rows(rows)
-            z, jacobian = _transform(slab_logits, slab, want_jacobian=True)
+            z, jacobian = _transform(logits[rows], slab, want_jacobian=True)
             row_max, log_sum = slab.normalizer[OFFSET], slab.normalizer[LOG_SUM]
             z.sub_(row_max[:, None])
             targets, factors = Targets.from_call(slab), slab.row_gradient
@@ -110,31 +110,29 @@ class TorchBackend:
                 term = _softmax_term_with_entropy(z.sub_(log_sum[:, None]), factors)
             else:
                 term = _softmax_term(z.exp_(), log_sum, factors)
-            _gradient(term, jacobian, slab, factors, targets, out)
+            _gradient(term, jacobian, slab, factors, targets, grad[rows])
             del z, term, jacobian  # before the next slab is allocated
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: StatisticsCall) -> None:
-        for rows, slab_logits, out in _slabs(logits, grad):
+        for rows in _slabs(logits):
             slab = call.select_rows(rows)
-            z, jacobian = _transform(slab_logits, slab, want_jacobian=True)
+            z, jacobian = _transform(logits[rows], slab, want_jacobian=True)
             targets = Targets.from_call(slab)
             merged, exps = _merge(z, slab, targets, None)
             results, factors = write_state_results(merged, slab, targets)
             assert factors is not None
             term = _softmax_term(exps, results.log_sum, factors)
-            _gradient(term, jacobian, slab, factors, targets, out)
+            _gradient(term, jacobian, slab, factors, targets, grad[rows])
             del z, exps, term, jacobian  # before the next slab is allocated
 
     def divergence(
         self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: Teacher, grad: Tensor | None = None
     ) -> None:
-        for selected, student_slab, teacher_slab, *out in _slabs(
-            logits, teacher_logits, *([] if grad is None else [grad])
-        ):
+        for selected in _slabs(logits):
             slab, model = call.select_rows(selected), teacher.select_rows(selected)
             merging = grad is None and teacher.kind != "jsd"
-            s, jacobian = _transform(student_slab, slab, grad is not None)
-            t = _transform(teacher_slab, model.tile_call(slab), False)[0]
+            s, jacobian = _transform(logits[selected], slab, grad is not None)
+            t = _transform(teacher_logits[selected], model.tile_call(slab), False)[0]
             rows = torch.zeros_like(model.rows) if merging else model.rows
             for x, slot in ((s, STUDENT), (t, TEACHER)):
                 offset = x.amax(1) if merging else rows[slot + OFFSET]
@@ -158,7 +156,7 @@ class TorchBackend:
                 p, ratio = s.exp(), formulas.log_ratios(s, t, teacher.kind, teacher.beta)[0]
                 added = ratio.mul_(p).mul_(factor * (1.0 - teacher.beta)).masked_fill_(p == 0.0, 0.0)
             term = _softmax_term_with_entropy(s, factors).add_(added)
-            _gradient(term, jacobian, slab, factors, Targets.from_call(slab), *out)
+            _gradient(term, jacobian, slab, factors, Targets.from_call(slab), grad[selected])
 
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("the PyTorch backend has no exponentials and no fused products")
@@ -169,27 +167,27 @@ class TorchBackend:
     def mark_entries(self, logits: Tensor, call: StatisticsCall, marks: Marks) -> None:
         words = marks.words[:, : -(-call.tile.cols // WORD_CLASSES)]
         classes = torch.arange(call.tile.cols, device=logits.device) + marks.first_class
-        for part in _row_slabs(logits, sampling.MARK_BYTES * call.tile.cols):
+        for part in _slabs(logits, sampling.MARK_BYTES * call.tile.cols):
             slab = call._replace(tile=call.tile._replace(keep_logits=True)).select_rows(part)
             z = _transform(logits[part], slab, want_jacobian=False)[0].to(torch.float32)
             ratio = z.sub_(marks.threshold[part, None]).exp_()
             words[part] = sampling.pack_marks(sampling.uniform(marks.seeds[part, None], classes) < ratio)
 
     def list_entries(self, words: Tensor, omitted: Tensor, target: Tensor, out: Samples) -> None:
-        for rows in _row_slabs(words, sampling.LIST_BYTES * WORD_CLASSES * words.shape[1]):
+        for rows in _slabs(words, sampling.LIST_BYTES * WORD_CLASSES * words.shape[1]):
             sampling.list_entries(words[rows], omitted, target[rows], out.select_rows(rows))
 
     sampled_gradient = staticmethod(sampling.sampled_gradient)
     sampled_weight_gradient = staticmethod(sampling.sampled_weight_gradient)
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
-        for rows in _row_slabs(ids, 2 * ids.shape[1] * x.shape[1] * out.element_size()):
+        for rows in _slabs(ids, 2 * ids.shape[1] * x.shape[1] * out.element_size()):
             weights = weight[ids[rows].clamp(0, len(weight) - 1)].to(out.dtype)
             products = torch.einsum("nkh,nh->nk", weights, x[rows].to(out.dtype))
             out[rows] += products.masked_fill_(~is_class(ids[rows], len(weight)), 0.0)
 
     def sum_equal(self, ids: Tensor, values: Tensor, out: Tensor) -> None:
-        for rows in _row_slabs(ids, ids.shape[1] ** 2 * values.element_size()):
+        for rows in _slabs(ids, ids.shape[1] ** 2 * values.element_size()):
             equal = ids[rows, :, None] == ids[rows, None, :]
             out[rows] = torch.einsum("nkj,nj->nk", equal.to(values.dtype), values[rows])
 
@@ -211,8 +209,8 @@ class TorchBackend:
         if x.device.type == "cpu" and bool((factor == 1.0).all()):
             return
         per_row = torch.where(target == ignore_index, 1.0, factor)
-        for rows, slab in _slabs(x):
-            column = per_row[rows, None]
+        for rows in _slabs(x):
+            slab, column = x[rows], per_row[rows, None]
             if x.dtype == factor.dtype:
                 slab.mul_(column)
             else:
@@ -253,20 +251,14 @@ def divergence_bytes(tile: Tensor, device_type: str) -> int:
     return 9 * slab_rows(device_type, rows, cols, itemsize) * cols * itemsize
 
 
-def _row_slabs(ids: Tensor, row_bytes: int) -> Iterator[slice]:
-    """Yield slices of the rows. With `row_bytes` for each row a slice needs at most the memory of a slab."""
-    step = slab_rows(ids.device.type, len(ids), max(1, row_bytes), 1)
-    for start in range(0, len(ids), step):
+def _slabs(x: Tensor, row_bytes: int | None = None) -> Iterator[slice]:
+    """Yield slices of the rows of `x`, each for a slab. `row_bytes`: the memory of a row; by default of a row of `x` in
+    the accumulation dtype."""
+    if row_bytes is None:
+        row_bytes = x.shape[1] * max(torch.float32.itemsize, x.element_size())
+    step = slab_rows(x.device.type, len(x), row_bytes, 1)
+    for start in range(0, len(x), step):
         yield slice(start, start + step)
-
-
-def _slabs(*tiles: Tensor) -> list[tuple[Any, ...]]:
-    """Return the slabs of tiles of one shape, (rows, cols): a slice of the rows, and the slab of each tile."""
-    rows, cols = tiles[0].shape
-    itemsize = max(torch.float32.itemsize, tiles[0].element_size())  # of the accumulation dtype
-    step = slab_rows(tiles[0].device.type, rows, cols, itemsize)
-    parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    return [(part, *(tiles if part.stop == rows == step else [x[part] for x in tiles])) for part in parts]
 
 
 def _transform(logits: Tensor, call: TileCall, want_jacobian: bool) -> tuple[Tensor, Tensor | float]:

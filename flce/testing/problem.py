@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -160,21 +160,10 @@ def run_fused(
     return _after_backward(p, loss, output, grad_output)
 
 
-def run_stock(problem: Problem, grad_output: Tensor | float | None = None, processes: int = 1) -> CallResult:
-    """Run ``F.linear`` in the dtype of the problem, then ``F.cross_entropy`` on logits of float32, or of float64.
-
-    Args:
-        processes: the number of shards of the head. The input's gradient of each shard is rounded, and autograd adds
-            the shards' gradients in the dtype of the problem.
-    """
+def run_stock(problem: Problem, grad_output: Tensor | float | None = None) -> CallResult:
+    """Run ``F.linear`` in the dtype of the problem, then ``F.cross_entropy`` on logits of float32, or of float64."""
     p = problem.map(lambda t, _: _leaf(t, True))
-    z = p.input
-    if p.has_head and processes == 1:
-        z = F.linear(p.input, p.linear_weight, p.linear_bias)
-    elif p.has_head:
-        weights = p.linear_weight.chunk(processes)
-        biases = [None] * len(weights) if p.linear_bias is None else p.linear_bias.chunk(processes)
-        z = torch.cat([F.linear(p.input, weight, bias) for weight, bias in zip(weights, biases, strict=True)], -1)
+    z = F.linear(p.input, p.linear_weight, p.linear_bias) if p.has_head else p.input
     for a, up in p.adapters:
         z = z + F.linear(a, up)
     loss, output = stock_loss(z, p.target, **p.kwargs)
@@ -281,44 +270,31 @@ def _after_backward(p: Problem, loss: Tensor, output: Any, grad_output: Tensor |
 # Allowed errors of results
 #
 # An error is the norm of the difference from the float64 result, divided by the norm of the float64 result. A result is
-# off if its error is more than ``factor`` times stock's error plus ``slack``. Stock is the same formula with PyTorch's
+# off if its error is more than ``factor`` times stock's error plus a slack. Stock is the same formula with PyTorch's
 # operators, in the dtype of the tensors.
 
 
-@dataclass(frozen=True)
-class Bound:
+class Tolerance(NamedTuple):
     factor: float
-    slack: float
-
-    def allowed(self, stock: float) -> float:
-        return self.factor * stock + self.slack
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    loss: Bound
-    """For losses, and for statistics of each token."""
-    gradient: Bound
-    """For gradients, and for the results of `flce.softmax`."""
-
-
-def _same(factor: float, slack: float) -> Tolerance:
-    return Tolerance(Bound(factor, slack), Bound(factor, slack))
+    loss: float
+    """The slack of losses, and of statistics of each token."""
+    gradient: float
+    """The slack of gradients, and of the results of `flce.softmax`."""
 
 
 # Errors may not be larger than stock's errors. The slack of half precision covers another order of summation in a
 # logit, which a vendor's matrix product may choose. The slack of float32 and float64 covers a few roundings.
 RESULTS = {
-    torch.float64: _same(1.05, 1e-12),
-    torch.float32: _same(1.05, 3e-6),
-    torch.bfloat16: _same(1.05, 1e-4),
-    torch.float16: _same(1.05, 1e-4),
+    torch.float64: Tolerance(1.05, 1e-12, 1e-12),
+    torch.float32: Tolerance(1.05, 3e-6, 3e-6),
+    torch.bfloat16: Tolerance(1.05, 1e-4, 1e-4),
+    torch.float16: Tolerance(1.05, 1e-4, 1e-4),
 }
 # Logits are not rounded to half precision. Only the gradient of the logits (once or twice) and the result are. If there
 # are few tokens, all roundings may have the same direction: the error is then half a unit in the last place.
 EXACT_LOGITS = {
-    torch.bfloat16: Tolerance(Bound(0.0, 5e-6), Bound(0.0, 5.5e-3)),
-    torch.float16: Tolerance(Bound(0.0, 5e-6), Bound(0.0, 7e-4)),
+    torch.bfloat16: Tolerance(0.0, 5e-6, 5.5e-3),
+    torch.float16: Tolerance(0.0, 5e-6, 7e-4),
 }
 # A model also rounds before and after the head. These roundings change if the gradients change.
-MODELS = {torch.float32: _same(1.05, 1e-5), torch.bfloat16: _same(1.05, 5e-3)}
+MODELS = {torch.float32: Tolerance(1.05, 1e-5, 1e-5), torch.bfloat16: Tolerance(1.05, 5e-3, 5e-3)}

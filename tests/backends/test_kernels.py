@@ -75,8 +75,8 @@ def test_a_gradient_over_wider_logits(
 def test_scale_rows(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype, programs: int
 ) -> None:
-    monkeypatch.setattr(kernels.scale, "BLOCK", 16)
-    monkeypatch.setattr(kernels.scale, "PROGRAMS", programs)
+    monkeypatch.setattr(kernels.reduction, "SCALE_BLOCK", 16)
+    monkeypatch.setattr(kernels.reduction, "PROGRAMS", programs)
     accum = torch.promote_types(dtype, torch.float32)
     target = torch.tensor([0, 5, 7, 1, -3, 2], device=device)
     x = torch.randn(6, 37, device=device).to(dtype)

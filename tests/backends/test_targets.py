@@ -106,7 +106,7 @@ def test_threads_in_warps_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None
         (("z_loss", "HAS_Z_LOSS"), (), "no parameter for z_loss"),
         (("z_loss", "HAS_Z_LOSS"), ("z_loss",), None),
         (("scale",), (), "no parameter for logit_scale, temperature"),
-        (("entropy_ptr", "WANT_ENTROPY"), (), "no parameter for entropy"),
+        (("entropy_ptr",), (), "no parameter for entropy"),
         (("state_ptr",), (), "no parameter for state"),
     ],
 )

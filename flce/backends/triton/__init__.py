@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, ParamSpec
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,21 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import GradientCall, RowInputs, RowOutputs, StatisticsCall, TileCall
-from flce.backends.eager import TorchBackend
-from flce.backends.triton import (
-    divergence,
-    entries,
-    product,
-    reduction,
-    sampling,
-    scale,
-    softmax,
-)
+from flce.backends.formulas import LOGIT_FIELDS
+from flce.backends.triton import divergence, entries, product, reduction, softmax
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.exponentials import combine_rows, fused_exponentials
 from flce.backends.triton.launch import (
     LINE_BYTES,
-    LOGIT_OPTIONS,
     MAX_REGISTERS,
     MIN_FILLED_SHARE,
     SECTOR_BYTES,
@@ -41,7 +32,6 @@ from flce.backends.triton.launch import (
     fewest_warps,
     filled_share,
     is_amd,
-    overlap_options,
     spills_more,
     thread_options,
 )
@@ -146,26 +136,15 @@ DEMANDING_WARPS = 16
 
 ROW_GRADIENT_BLOCK_ROWS = 128
 
-_Args = ParamSpec("_Args")
-
-
-def _replayed(list_launches: Callable[_Args, Iterable[Launch]]) -> Callable[_Args, None]:
-    """Return a function that runs the launches that `list_launches` yields."""
-    return functools.partial(run, list_launches)
-
 
 def _row_gradient(call: GradientCall) -> Iterator[Launch]:
     out = call.row_gradient
     options = {
         "ACCUM": tl.float64 if out.dtype == torch.float64 else tl.float32,
         "ROWS": ROW_GRADIENT_BLOCK_ROWS,
-        **overlap_options(out.device),
     }
     grid = (triton.cdiv(out.shape[1], ROW_GRADIENT_BLOCK_ROWS),)
-    yield build_launch(row_gradient_kernel, grid, call, options, LOGIT_OPTIONS)
-
-
-_TORCH = TorchBackend()  # for softmaxes of rows that are not whole vectors
+    yield build_launch(row_gradient_kernel, grid, call, options, LOGIT_FIELDS)
 
 
 class TritonBackend:
@@ -183,47 +162,41 @@ class TritonBackend:
     def exponentials(self, logits: Tensor, exps: Tensor, call: StatisticsCall, state: Tensor, factors: Tensor) -> None:
         run(_cross_entropy, logits, exps, call, state, factors)
 
-    divergence = staticmethod(_replayed(divergence.divergence))
-    row_gradient = staticmethod(_replayed(_row_gradient))
+    divergence = staticmethod(functools.partial(run, divergence.divergence))
+    row_gradient = staticmethod(functools.partial(run, _row_gradient))
     fused_statistics = staticmethod(product.fused_statistics)
     fused_gradient = staticmethod(product.fused_gradient)
     fused_exponentials = staticmethod(fused_exponentials)
-    combine_rows = staticmethod(_replayed(combine_rows))
+    combine_rows = staticmethod(functools.partial(run, combine_rows))
     weight_gradient = staticmethod(weight_gradient)
     unscaled_weight_gradient = staticmethod(unscaled_weight_gradient)
     add_target_terms = staticmethod(add_target_terms)
-    mark_entries = staticmethod(_replayed(sampling.mark_entries))
-    list_entries = staticmethod(sampling.list_entries)
-    sampled_gradient = staticmethod(_replayed(sampling.sampled_gradient))
-    sampled_weight_gradient = staticmethod(_replayed(sampling.sampled_weight_gradient))
-    row_products = staticmethod(_replayed(entries.row_products))
-    sum_equal = staticmethod(_replayed(entries.sum_equal))
-    write_entries = staticmethod(_replayed(entries.write_entries))
+    mark_entries = staticmethod(functools.partial(run, entries.mark_entries))
+    list_entries = staticmethod(entries.list_entries)
+    sampled_gradient = staticmethod(functools.partial(run, entries.sampled_gradient))
+    sampled_weight_gradient = staticmethod(functools.partial(run, entries.sampled_weight_gradient))
+    row_products = staticmethod(functools.partial(run, entries.row_products))
+    sum_equal = staticmethod(functools.partial(run, entries.sum_equal))
+    write_entries = staticmethod(functools.partial(run, entries.write_entries))
     loss_scales = staticmethod(reduction.loss_scales)
     reduce = staticmethod(reduction.reduce)
-    scale_rows_ = staticmethod(_replayed(scale.scale_rows))
+    scale_rows_ = staticmethod(functools.partial(run, reduction.scale_rows))
 
     def scale_(self, xs: Sequence[Tensor], factor: Tensor) -> None:
         xs = [x for x in xs if x.numel()]
         for x, second in itertools.zip_longest(xs[::2], xs[1::2]):
-            run(scale.scale, x, x, second, factor)
+            run(reduction.scale, x, x, second, factor)
 
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty_like(x, dtype=dtype)
-        run(scale.scale, x, out, None, factor)
+        run(reduction.scale, x, out, None, factor)
         return out
 
     def softmax(self, x: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
-        if not softmax.has_vectors(x, dtype):
-            return _TORCH.softmax(x, dtype, log)
-        with _device_guard(x):
-            return softmax.forward(x, dtype, log)
+        return softmax.process_rows(x, None, dtype, log)
 
     def softmax_backward(self, grad: Tensor, y: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
-        if not softmax.has_vectors(y, dtype):
-            return _TORCH.softmax_backward(grad, y, dtype, log)
-        with _device_guard(y):
-            return softmax.backward(grad, y, dtype, log)
+        return softmax.process_rows(y, grad, dtype, log)
 
 
 def _cross_entropy(
@@ -252,16 +225,12 @@ def _cross_entropy(
     one_block = launch["PARTS"] * lanes * vector >= (cols // vector * vector if head_bytes else cols)
     options = {
         "ACCUM": tl.float64 if accumulation_dtype(logits.dtype) == torch.float64 else tl.float32,
-        "STATISTICS": out is not None,
         "LOAD_STATE": not tile.is_first,
         "STORE_STATE": not tile.is_last,
         "FINISH": out is not None and tile.is_last,
-        "GRADIENT": grad is not None,
         "NARROWING": grad is not None and grad.dtype != logits.dtype and grad.data_ptr() == logits.data_ptr(),
-        "EXPONENTIALS": factors is not None,
         "HEAD_BYTES": head_bytes,
         "ONE_BLOCK": one_block,
-        **overlap_options(logits.device),
         **launch,
     }
     yield build_launch(
@@ -384,8 +353,3 @@ def _launch_size(
     registers = 2 * MAX_REGISTERS if demanding else shape.single_block_registers if is_plain else MAX_REGISTERS
     options = thread_options(device, max(1, lanes // WARP), registers)
     return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, **options}
-
-
-def _device_guard(x: Tensor) -> torch.cuda.device:
-    # Triton launches on the current device, which may not be the tensor's. -1 leaves the device (CPU interpreter).
-    return torch.cuda.device(x.device.index if x.device.type == "cuda" else -1)

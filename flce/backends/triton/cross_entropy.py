@@ -43,7 +43,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends import contract
 from flce.backends.triton.math import (
@@ -56,14 +55,15 @@ from flce.backends.triton.math import (
     load_columns,
     load_normalizer,
     load_row_gradient,
+    load_scale,
     load_scales,
+    load_weights,
     logit_gradient,
-    multiply_z,
     softmax_merge,
     softmax_term,
     softmax_update,
-    store_results,
     transform,
+    wait_for_previous_kernel,
 )
 
 # A kernel can read only global variables that are constexpr.
@@ -104,7 +104,6 @@ def _merge(
     WANT_ENTROPY: tl.constexpr,
     WANT_MEAN_LOGIT: tl.constexpr,
     HAS_LABEL_SMOOTHING: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
     WANT_ARGMAX: tl.constexpr,
     ASCENDING: tl.constexpr,  # all columns of the block are higher than the earlier columns of a lane
 ):
@@ -113,7 +112,7 @@ def _merge(
         relative = z - reference
         if mask is not None:
             relative = tl.where(mask, relative, 0.0)
-        if HAS_CLASS_WEIGHT:
+        if class_weight_ptr is not None:
             relative *= load_columns(class_weight_ptr + columns, mask, "").to(z.dtype)
         smooth_sum += lane_sum(relative, LANES, VECTOR)
     if WANT_MEAN_LOGIT:
@@ -139,27 +138,6 @@ def _merge(
     return largest, total, entropy_sum, smooth_sum, argmax, logit_sum, exps
 
 
-@triton.jit
-def _gradient(
-    term,  # `softmax_term`
-    jacobian,
-    columns,
-    mask,  # True for columns that are classes; None: all are
-    class_weight_ptr,
-    classes_factor,
-    target_factor,  # 0 for columns that are not the target
-    HAS_LABEL_SMOOTHING: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_JACOBIAN: tl.constexpr,
-):
-    """Return the `logit_gradient` of some columns of a row."""
-    if HAS_LABEL_SMOOTHING and HAS_CLASS_WEIGHT:
-        classes_factor *= load_columns(class_weight_ptr + columns, mask, "").to(term.dtype)
-    return logit_gradient(
-        term, None, target_factor, jacobian, HAS_JACOBIAN, classes_factor, HAS_LABEL_SMOOTHING
-    )  # fmt: skip
-
-
 @triton.jit(
     do_not_specialize=[
         "ignore_index", "column_start", "state_stride", "factors_stride", "normalizer_stride", "upstream_stride",
@@ -168,17 +146,17 @@ def _gradient(
 )  # fmt: skip
 def cross_entropy_kernel(
     logits_ptr,  # (rows, cols), row stride logits_stride
-    grad_ptr,  # likewise, row stride grad_stride; may be logits_ptr
+    grad_ptr,  # likewise, row stride grad_stride; may be logits_ptr; None: only statistics
     target_ptr,  # (rows,) int64
     bias_ptr,  # (cols,) of this tile
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
     inverse_temperature_ptr,  # (rows,)
-    row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride; without STATISTICS
+    row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride; None: STATISTICS
     upstream_ptr,  # (rows,), stride upstream_stride: 0 if all rows share one value
     scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
     state_ptr,  # (8, rows), row stride state_stride; 10 with EXPONENTIALS
-    factors_ptr,  # with EXPONENTIALS their row gradient, row stride factors_stride: output
+    factors_ptr,  # the row gradient of EXPONENTIALS, row stride factors_stride: output; None: no exponentials
     loss_ptr,  # (rows,)
     z_loss_ptr,  # (rows,)
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
@@ -203,34 +181,28 @@ def cross_entropy_kernel(
     label_smoothing: tl.float64,
     z_loss: tl.float64,
     ACCUM: tl.constexpr,
-    STATISTICS: tl.constexpr,
     LOAD_STATE: tl.constexpr,
     STORE_STATE: tl.constexpr,
     FINISH: tl.constexpr,
-    GRADIENT: tl.constexpr,
     NARROWING: tl.constexpr,
-    EXPONENTIALS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_TOKEN_WEIGHT: tl.constexpr,
-    HAS_UPSTREAM: tl.constexpr,
-    HAS_INVERSE_TEMPERATURE: tl.constexpr,
     HAS_ENTROPY_GRADIENT: tl.constexpr,
     HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
-    WANT_LOGPROB: tl.constexpr,
-    WANT_ENTROPY: tl.constexpr,
-    WANT_ARGMAX: tl.constexpr,
-    WANT_MEAN_LOGIT: tl.constexpr,
     HEAD_BYTES: tl.constexpr,  # 0: the first vector begins with the row; else at the next multiple of these bytes
     ONE_BLOCK: tl.constexpr,  # BLOCK >= cols
-    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
+    OVERLAP: tl.constexpr,  # see `wait_for_previous_kernel`
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
+    STATISTICS: tl.constexpr = row_gradient_ptr is None
+    GRADIENT: tl.constexpr = grad_ptr is not None
+    EXPONENTIALS: tl.constexpr = factors_ptr is not None
+    WANT_ENTROPY: tl.constexpr = entropy_ptr is not None
+    WANT_ARGMAX: tl.constexpr = argmax_ptr is not None
+    WANT_MEAN_LOGIT: tl.constexpr = mean_logit_ptr is not None
     EDGES: tl.constexpr = HEAD_BYTES > 0
     # This flag describes the values that are written, gradients or exponentials.
     HAS_JACOBIAN: tl.constexpr = HAS_SOFTCAP or (HAS_SCALE and not EXPONENTIALS)
@@ -239,14 +211,12 @@ def cross_entropy_kernel(
     # 64-bit, because row * stride exceeds 2^31 at 16,744 rows of 128,256 classes.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
-    grad_ptr += row * grad_stride
-    if HAS_CLASS_WEIGHT:
-        tile_weight_ptr = class_weight_ptr + column_start
-    else:
-        tile_weight_ptr = class_weight_ptr
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    if GRADIENT:
+        grad_ptr += row * grad_stride
+    tile_weight_ptr = class_weight_ptr
+    if class_weight_ptr is not None:
+        tile_weight_ptr += column_start
+    wait_for_previous_kernel(OVERLAP)
     tl.static_assert(not (EDGES and (EXPONENTIALS or NARROWING)))
     if EDGES:
         # The statistics of a lane begin with an edge, or those of the first lane with a state, not with both.
@@ -256,10 +226,11 @@ def cross_entropy_kernel(
         stop = cols - head
         vector_stop = stop // VECTOR * VECTOR
         logits_ptr = tl.multiple_of(logits_ptr + head, 16)
-        grad_ptr = tl.multiple_of(grad_ptr + head, 16)
-        if HAS_BIAS:
+        if GRADIENT:
+            grad_ptr = tl.multiple_of(grad_ptr + head, 16)
+        if bias_ptr is not None:
             bias_ptr += head
-        if HAS_CLASS_WEIGHT:
+        if class_weight_ptr is not None:
             tile_weight_ptr += head
         edge = tl.arange(0, LANES)
         edge_columns = tl.where(edge < head, edge, edge + vector_stop) - head
@@ -271,13 +242,9 @@ def cross_entropy_kernel(
         # Load before any instruction waits for the target.
         one_a = tl.load(logits_ptr + offsets, mask=offsets < readable_stop, other=0.0)
     # The parameters are annotated as float64: otherwise Python floats are rounded to float32 even for float64 logits.
-    scale = tl.full((), scale, ACCUM)
-    cap = tl.full((), cap, ACCUM)
     label_smoothing = tl.full((), label_smoothing, ACCUM)
     z_loss = tl.full((), z_loss, ACCUM)
-
-    if HAS_INVERSE_TEMPERATURE:
-        scale, cap = multiply_z(scale, cap, inverse_temperature_ptr + row, None, HAS_SOFTCAP)
+    scale, cap = load_scale(scale, cap, inverse_temperature_ptr, row, None, HAS_SOFTCAP, ACCUM)
 
     target = tl.load(target_ptr + row)
     valid = target != ignore_index
@@ -295,17 +262,11 @@ def cross_entropy_kernel(
         weight_sum = tl.full((), vocab_size, ACCUM)
         if GRADIENT:
             ce_scale, z_loss_scale, weight_sum = load_scales(scales_ptr, ACCUM)
-        elif HAS_LABEL_SMOOTHING and HAS_CLASS_WEIGHT:
+        elif HAS_LABEL_SMOOTHING and class_weight_ptr is not None:
             weight_sum = tl.load(scales_ptr + 2).to(ACCUM)
-        target_weight = tl.full((), 1.0, ACCUM)
-        if HAS_CLASS_WEIGHT:
-            target_weight = tl.load(class_weight_ptr + target, mask=in_range, other=1.0).to(ACCUM)
-        row_weight = tl.full((), 1.0, ACCUM)
-        if HAS_TOKEN_WEIGHT:
-            row_weight = tl.load(token_weight_ptr + row).to(ACCUM)
-        upstream = tl.full((), 1.0, ACCUM)
-        if HAS_UPSTREAM:
-            upstream = tl.load(upstream_ptr + row * upstream_stride).to(ACCUM)
+        row_weight, row_scale, target_weight = load_weights(
+            row, None, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride, ACCUM
+        )
     elif GRADIENT and not STATISTICS:
         row_max, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, None)
         softmax_factor, target_factor, classes_factor, entropy_factor = load_row_gradient(
@@ -313,7 +274,7 @@ def cross_entropy_kernel(
         )
     target_z, target_jacobian = transform(
         tl.load(logits_ptr + target_column, mask=target_in_tile, other=0.0), bias_ptr, target_column, target_in_tile,
-        scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
+        scale, cap, ACCUM, HAS_SCALE, HAS_SOFTCAP,
     )  # fmt: skip
 
     # Only the last block may have columns that are not classes: it is masked, all other blocks are full. An ignored row
@@ -331,7 +292,7 @@ def cross_entropy_kernel(
     if EDGES:
         edge_present = edge_columns < tl.where(valid, stop, -head)
         edge_z, edge_jacobian = transform(
-            edge_a, bias_ptr, edge_columns, edge_present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
+            edge_a, bias_ptr, edge_columns, edge_present, scale, cap, ACCUM, HAS_SCALE, HAS_SOFTCAP
         )
         edge_z = tl.where(edge_present, edge_z, float("-inf"))
 
@@ -345,7 +306,8 @@ def cross_entropy_kernel(
         logit_sum = tl.full((LANES,), 0.0, ACCUM)
         reference = tl.full((), 0.0, ACCUM)
         target_logit = tl.where(target_in_tile, target_z, 0.0)
-        state_ptr += row
+        if state_ptr is not None:
+            state_ptr += row
         if LOAD_STATE:
             # The statistics of the first lane begin with the state of the earlier tiles.
             first = lanes == 0
@@ -369,7 +331,7 @@ def cross_entropy_kernel(
                 first_column -= head
             first_z, _first_jacobian = transform(
                 tl.load(logits_ptr + first_column, mask=valid, other=0.0), bias_ptr, first_column, valid,
-                scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
+                scale, cap, ACCUM, HAS_SCALE, HAS_SOFTCAP,
             )  # fmt: skip
             reference = tl.where(tl.abs(first_z) < float("inf"), first_z, 0.0)
 
@@ -379,7 +341,7 @@ def cross_entropy_kernel(
             total = tl.exp2((edge_z - tl.where(largest == float("-inf"), 0.0, largest)) * LOG2_E)
             if HAS_LABEL_SMOOTHING:
                 smooth_sum = tl.where(edge_present, edge_z - reference, 0.0)
-                if HAS_CLASS_WEIGHT:
+                if class_weight_ptr is not None:
                     smooth_sum *= tl.load(tile_weight_ptr + edge_columns, mask=edge_present, other=0.0).to(ACCUM)
             if WANT_ARGMAX:
                 argmax = tl.where(largest > float("-inf"), column_start + edge_columns, argmax)
@@ -390,26 +352,26 @@ def cross_entropy_kernel(
                 columns = start + offsets
                 z, _jacobian = transform(
                     tl.load(logits_ptr + columns), bias_ptr, columns, None,
-                    scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
+                    scale, cap, ACCUM, HAS_SCALE, HAS_SOFTCAP,
                 )  # fmt: skip
                 largest, total, entropy_sum, smooth_sum, argmax, logit_sum, _exps = _merge(
                     z, columns, None, column_start, tile_weight_ptr, reference,
                     largest, total, entropy_sum, smooth_sum, argmax, logit_sum, WANT_MEAN_LOGIT=WANT_MEAN_LOGIT,
                     LANES=LANES, VECTOR=VECTOR, WANT_ENTROPY=WANT_ENTROPY, WANT_ARGMAX=WANT_ARGMAX, ASCENDING=not EDGES,
-                    HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
+                    HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
                 )  # fmt: skip
         if ONE_BLOCK:
             last_a = one_a
         else:
             last_a = tl.load(logits_ptr + last_columns, mask=readable, other=0.0)
         last_z, last_jacobian = transform(
-            last_a, bias_ptr, last_columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
+            last_a, bias_ptr, last_columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_SOFTCAP
         )
         largest, total, entropy_sum, smooth_sum, argmax, logit_sum, last_exps = _merge(
             tl.where(present, last_z, float("-inf")), last_columns, present, column_start, tile_weight_ptr, reference,
             largest, total, entropy_sum, smooth_sum, argmax, logit_sum, WANT_MEAN_LOGIT=WANT_MEAN_LOGIT,
             LANES=LANES, VECTOR=VECTOR, WANT_ENTROPY=WANT_ENTROPY, WANT_ARGMAX=WANT_ARGMAX, ASCENDING=not EDGES,
-            HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
+            HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
         )  # fmt: skip
 
         row_max, row_sum = tl.reduce((largest, total), 0, softmax_merge)
@@ -447,18 +409,13 @@ def cross_entropy_kernel(
             smooth = 0.0
             if HAS_LABEL_SMOOTHING:
                 smooth = weight_sum * (log_sum + (row_max - reference)) - row_smooth_sum
-            row_scale = tl.where(in_range, row_weight * upstream, float("nan"))  # NaN for targets out of range
-            loss, row_z_loss, softmax_factor, target_factor, classes_factor, at_target = finish_row(
+            softmax_factor, target_factor, classes_factor, at_target = finish_row(
                 offset=row_max, log_sum=log_sum, nll=nll, smooth=smooth, valid=valid, row_weight=row_weight,
                 target_weight=target_weight, ce_scale=row_scale * ce_scale, z_loss_scale=row_scale * z_loss_scale,
-                weight_sum=weight_sum, vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss,
-                HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING, HAS_Z_LOSS=HAS_Z_LOSS,
-            )  # fmt: skip
-            store_results(
-                row=row, mask=None, valid=valid, nll=nll, offset=row_max, log_sum=log_sum, loss=loss,
-                row_z_loss=row_z_loss, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
-                logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, HAS_Z_LOSS=HAS_Z_LOSS,
-                WANT_LOGPROB=WANT_LOGPROB,
+                weight_sum=weight_sum, vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss, row=row,
+                exists=None, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
+                logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
+                HAS_Z_LOSS=HAS_Z_LOSS,
             )  # fmt: skip
             if WANT_ENTROPY:
                 tl.store(entropy_ptr + row, tl.where(valid, log_sum - row_entropy_sum / row_sum, 0.0))
@@ -514,11 +471,10 @@ def cross_entropy_kernel(
         # All threads have read the target's logit and the edges, which are overwritten from here on.
         tl.debug_barrier()
         if EDGES:
-            edge_grad = _gradient(
+            edge_grad = logit_gradient(
                 softmax_term(edge_z, row_max, log_sum, softmax_factor, entropy_factor, HAS_ENTROPY_GRADIENT),
-                tl.where(edge_present, edge_jacobian, 0.0),
-                edge_columns, edge_present, tile_weight_ptr, classes_factor, 0.0,
-                HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
+                None, 0.0, tl.where(edge_present, edge_jacobian, 0.0), HAS_JACOBIAN,
+                classes_factor, tile_weight_ptr, edge_columns, edge_present, HAS_LABEL_SMOOTHING,
             )  # fmt: skip
             tl.store(grad_ptr + edge_columns, edge_grad.to(grad_ptr.dtype.element_ty), mask=edge_columns < stop)
         if not ONE_BLOCK:
@@ -527,12 +483,12 @@ def cross_entropy_kernel(
                 columns = (done if NARROWING else full - BLOCK - done) + offsets
                 z, jacobian = transform(
                     tl.load(logits_ptr + columns, eviction_policy="evict_first"), bias_ptr, columns, None,
-                    scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
+                    scale, cap, ACCUM, HAS_SCALE, HAS_SOFTCAP,
                 )  # fmt: skip
-                grad = _gradient(
-                    softmax_term(z, row_max, log_sum, softmax_factor, entropy_factor, HAS_ENTROPY_GRADIENT), jacobian,
-                    columns, None, tile_weight_ptr, classes_factor, 0.0,
-                    HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
+                grad = logit_gradient(
+                    softmax_term(z, row_max, log_sum, softmax_factor, entropy_factor, HAS_ENTROPY_GRADIENT),
+                    None, 0.0, jacobian, HAS_JACOBIAN,
+                    classes_factor, tile_weight_ptr, columns, None, HAS_LABEL_SMOOTHING,
                 )  # fmt: skip
                 if NARROWING:
                     tl.debug_barrier()
@@ -549,9 +505,7 @@ def cross_entropy_kernel(
                 a = one_a
             else:
                 a = tl.load(logits_ptr + last_columns, mask=readable, other=0.0)
-            z, jacobian = transform(
-                a, bias_ptr, last_columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
-            )
+            z, jacobian = transform(a, bias_ptr, last_columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_SOFTCAP)
             term = softmax_term(
                 tl.where(present, z, float("-inf")),
                 row_max,
@@ -560,9 +514,9 @@ def cross_entropy_kernel(
                 entropy_factor,
                 HAS_ENTROPY_GRADIENT,
             )
-        grad = _gradient(
-            term, tl.where(present, jacobian, 0.0), last_columns, present, tile_weight_ptr, classes_factor, 0.0,
-            HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
+        grad = logit_gradient(
+            term, None, 0.0, tl.where(present, jacobian, 0.0), HAS_JACOBIAN,
+            classes_factor, tile_weight_ptr, last_columns, present, HAS_LABEL_SMOOTHING,
         )  # fmt: skip
         if NARROWING:
             tl.debug_barrier()
@@ -575,11 +529,10 @@ def cross_entropy_kernel(
         if EXPONENTIALS:
             target_grad = tl.full((), 0.0, ACCUM)
         else:
-            target_grad = _gradient(
+            target_grad = logit_gradient(
                 softmax_term(target_z, row_max, log_sum, softmax_factor, entropy_factor, HAS_ENTROPY_GRADIENT),
-                target_jacobian,
-                target_column, target_in_tile, tile_weight_ptr, classes_factor, target_factor,
-                HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
+                None, target_factor, target_jacobian, HAS_JACOBIAN,
+                classes_factor, tile_weight_ptr, target_column, target_in_tile, HAS_LABEL_SMOOTHING,
             )  # fmt: skip
         # All threads have written the row, with the target's column, which is overwritten now.
         tl.debug_barrier()

@@ -11,12 +11,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends import contract
 from flce.backends.contract import Teacher, TileCall
-from flce.backends.triton.launch import VECTOR_BYTES, Launch, build_launch, overlap_options, thread_options
-from flce.backends.triton.math import LN_2, LOG2_E, load_normalizer, load_row_gradient, logit_gradient, transform
+from flce.backends.triton.launch import VECTOR_BYTES, Launch, build_launch, thread_options
+from flce.backends.triton.math import (
+    LN_2,
+    LOG2_E,
+    load_normalizer,
+    load_row_gradient,
+    logit_gradient,
+    transform,
+    wait_for_previous_kernel,
+)
 from flce.core.problem import DIVERGENCES, accumulation_dtype
 
 # Vectors of a block, and warps of a program. Statistics have reductions over a block: fewer warps wait for each other.
@@ -63,7 +70,7 @@ def _carry(total, weight_sum, shift, other_shift):
 @triton.jit(do_not_specialize=["ignore_index", "column_start", "teacher_rows_stride", "row_gradient_stride"])
 def divergence_kernel(
     logits_ptr, teacher_logits_ptr,  # (rows, cols)
-    grad_ptr,  # (rows, cols); may be logits_ptr
+    grad_ptr,  # (rows, cols); may be logits_ptr; None: no gradient
     target_ptr,  # (rows,) int64
     bias_ptr, teacher_bias_ptr,  # (cols,) of this tile
     teacher_rows_ptr,  # (slots, rows), see `Teacher.rows`
@@ -76,24 +83,20 @@ def divergence_kernel(
     scale: tl.float64, cap: tl.float64, teacher_scale: tl.float64, teacher_cap: tl.float64, beta: tl.float64,
     ACCUM: tl.constexpr,
     KIND: tl.constexpr,  # index into `problem.DIVERGENCES`
-    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SCALE: tl.constexpr,
-    HAS_TEACHER_BIAS: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr,
-    HAS_GRAD: tl.constexpr,
-    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
+    HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SCALE: tl.constexpr,
+    HAS_TEACHER_SOFTCAP: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see `wait_for_previous_kernel`
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    STATISTICS: tl.constexpr = KIND != _JSD and not HAS_GRAD
+    STATISTICS: tl.constexpr = KIND != _JSD and grad_ptr is None
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     teacher_logits_ptr += row * teacher_logits_stride
-    grad_ptr += row * grad_stride
     teacher_rows_ptr += row
     student_rows_ptr = teacher_rows_ptr + _STUDENT * teacher_rows_stride
     divergence_ptr = teacher_rows_ptr + _DIVERGENCE * teacher_rows_stride
     mean_ptr = teacher_rows_ptr + _MEAN_WEIGHT * teacher_rows_stride
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous_kernel(OVERLAP)
     scale, cap, beta = tl.full((), scale, ACCUM), tl.full((), cap, ACCUM), tl.full((), beta, ACCUM)
     teacher_scale, teacher_cap = tl.full((), teacher_scale, ACCUM), tl.full((), teacher_cap, ACCUM)
     offset, log_sum = load_normalizer(student_rows_ptr, teacher_rows_stride, 0, None)
@@ -101,7 +104,8 @@ def divergence_kernel(
     first = tl.arange(0, BLOCK) == 0  # Sums of earlier tiles are the first of BLOCK sums of this tile.
     if STATISTICS:  # sums of exponentials
         log_sum, teacher_log_sum = tl.where(first, log_sum, 0.0), tl.where(first, teacher_log_sum, 0.0)
-    if HAS_GRAD:
+    if grad_ptr is not None:
+        grad_ptr += row * grad_stride
         target = tl.load(target_ptr + row)
         softmax_factor, target_factor, _classes_factor, entropy_factor = load_row_gradient(
             row_gradient_ptr, row_gradient_stride, row, None, True, False
@@ -114,10 +118,10 @@ def divergence_kernel(
         present, readable = columns < cols, columns < accessible_cols
         a = tl.load(logits_ptr + columns, mask=readable, other=0.0, eviction_policy="evict_first")
         b = tl.load(teacher_logits_ptr + columns, mask=readable, other=0.0, eviction_policy="evict_first")
-        s, jacobian = transform(a, bias_ptr, columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP)
+        s, jacobian = transform(a, bias_ptr, columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_SOFTCAP)
         t, _teacher_jacobian = transform(
             b, teacher_bias_ptr, columns, present, teacher_scale, teacher_cap, ACCUM, HAS_TEACHER_SCALE,
-            HAS_TEACHER_BIAS, HAS_TEACHER_SOFTCAP,
+            HAS_TEACHER_SOFTCAP,
         )  # fmt: skip
         s, t = tl.where(present, s, float("-inf")), tl.where(present, t, float("-inf"))
         if STATISTICS:
@@ -138,14 +142,16 @@ def divergence_kernel(
         if STATISTICS:
             log_sum = log_sum * tl.exp2(shift * LOG2_E) + p
             teacher_log_sum = teacher_log_sum * tl.exp2(teacher_shift * LOG2_E) + q
-        if HAS_GRAD:
+        if grad_ptr is not None:
             factor = softmax_factor - entropy_factor * tl.maximum(s, _LEAST_LOGPROB)
             if KIND == _FORWARD:
                 term = factor * p - divergence_factor * q
             else:
                 term = tl.where(p > 0.0, (factor + divergence_factor * (1.0 - beta) * ratio) * p, 0.0)
             is_target = columns == target - column_start
-            grad = logit_gradient(term, is_target, target_factor, jacobian, HAS_SCALE or HAS_SOFTCAP, 0.0, False)
+            grad = logit_gradient(
+                term, is_target, target_factor, jacobian, HAS_SCALE or HAS_SOFTCAP, 0.0, None, columns, None, False
+            )
             grad = tl.where((target != ignore_index) & present, grad, 0.0)
             tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=readable)
         else:  # Classes of probability 0 add 0, also if their ratio is infinite.
@@ -160,7 +166,7 @@ def divergence_kernel(
         tl.store(student_rows_ptr + _LOG_SUM * teacher_rows_stride, tl.sum(log_sum, axis=0))
         tl.store(teacher_rows_ptr, teacher_offset)
         tl.store(teacher_rows_ptr + _LOG_SUM * teacher_rows_stride, tl.sum(teacher_log_sum, axis=0))
-    if not HAS_GRAD:
+    if grad_ptr is None:
         tl.store(divergence_ptr, tl.sum(divergence, axis=0))
         tl.store(mean_ptr, tl.sum(mean_weight, axis=0))
 
@@ -175,7 +181,6 @@ def divergence(
         "HAS_TEACHER_SOFTCAP": teacher.spec.softcap is not None,
         "BLOCK": VECTORS * (VECTOR_BYTES // logits.element_size()),
         **thread_options(logits.device, STATISTICS_WARPS if grad is None and teacher.kind != "jsd" else WARPS),
-        **overlap_options(logits.device),
     }
     yield build_launch(
         divergence_kernel, (len(logits),), call, options, logits=logits, teacher_logits=teacher_logits, grad=grad,

@@ -41,12 +41,23 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends import contract
-from flce.backends.contract import StatisticsCall, TileClasses
+from flce.backends.contract import StatisticsCall
 from flce.backends.triton import product
 from flce.backends.triton.launch import FLAG_STRIDE, Launch, build_launch, thread_options
-from flce.backends.triton.math import LN_2, LOG2_E, finish_rows, log1p, transform
+from flce.backends.triton.math import (
+    LN_2,
+    LOG2_E,
+    finish_row,
+    load_scale,
+    load_scales,
+    load_weights,
+    log1p,
+    store_normalizer,
+    transform,
+)
 from flce.backends.triton.replay import run
 from flce.core.gemm import ALIGNMENT
+from flce.core.slices import offset_slice, slice_columns
 
 # Classes whose logits are computed before the product, for the reference of each row: 0.2% of a vocabulary of 128,256.
 SAMPLES = 256
@@ -77,7 +88,7 @@ def reference_kernel(
     target_logit_ptr,  # (rows,) output: z of the target
     target_jacobian_ptr,  # (rows,) output: dz/da of the target
     work_ptr,  # (3,) int32, FLAG_STRIDE apart, output
-    count_ptr,  # () int64: the number of rows that the product computes; the rows behind them are ignored
+    count_ptr,  # () int64: the number of rows that the product computes, the others are ignored; None: all
     x_stride,
     weight_stride,
     sample_stride,
@@ -90,16 +101,13 @@ def reference_kernel(
     scale: tl.float64,
     cap: tl.float64,
     HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_COUNT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,  # of the product
     SAMPLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    scale = tl.full((), scale, tl.float32)
-    cap = tl.full((), cap, tl.float32)
     row = tl.program_id(0).to(tl.int64)
+    scale, cap = load_scale(scale, cap, None, row, None, HAS_SOFTCAP, tl.float32)
     target = tl.load(target_ptr + row)
     valid = target != ignore_index
     in_range = (target >= 0) & (target < vocab_size) & valid
@@ -108,7 +116,7 @@ def reference_kernel(
     number = tl.arange(0, SAMPLES)
     a = tl.load(sample_ptr + row * sample_stride + number, mask=number < samples, other=0.0)
     z, _jacobian = transform(
-        a, bias_ptr, number * sample_step, number < samples, scale, cap, tl.float32, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
+        a, bias_ptr, number * sample_step, number < samples, scale, cap, tl.float32, HAS_SCALE, HAS_SOFTCAP
     )
     # The product has rounded the sample to bfloat16. Subtract the rounding error: a reference that is too small is
     # detected, a reference that is too large is not.
@@ -125,7 +133,7 @@ def reference_kernel(
         x = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
         dot += x * tl.load(weight_ptr + column * weight_stride + offsets, mask=mask, other=0.0).to(tl.float32)
     target_z, target_jacobian = transform(
-        tl.sum(dot, axis=0), bias_ptr, column, in_range, scale, cap, tl.float32, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
+        tl.sum(dot, axis=0), bias_ptr, column, in_range, scale, cap, tl.float32, HAS_SCALE, HAS_SOFTCAP
     )
     tl.store(target_logit_ptr + row, target_z)
     tl.store(target_jacobian_ptr + row, target_jacobian)
@@ -136,7 +144,7 @@ def reference_kernel(
     reference = tl.where(reference == float("-inf"), _VERY_SMALL, reference)
     tl.store(reference_ptr + row, tl.where(valid, reference, float("inf")))
     if row == 0:
-        if HAS_COUNT:
+        if count_ptr is not None:
             rows = tl.minimum(rows, tl.load(count_ptr).to(tl.int32))
         launch = tl.arange(0, 4)
         work = tl.where(launch == 0, 1 + tl.cdiv(rows, BLOCK_ROWS), 0)
@@ -176,11 +184,7 @@ def finish_kernel(
     scale: tl.float64,
     z_loss: tl.float64,
     HAS_SCALE: tl.constexpr,  # False with softcap: the exponentials include the scale
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_TOKEN_WEIGHT: tl.constexpr,
-    HAS_UPSTREAM: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
-    WANT_LOGPROB: tl.constexpr,
     IS_SHARD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -226,15 +230,24 @@ def finish_kernel(
         nll = tl.where(near, exact, log_sum + (offset - target_z))
         # NaN for targets out of range, and for rows whose exponentials are all out of range.
         nll = tl.where(in_range & (normalizer > _LEAST), nll, float("nan"))
-        softmax_factor, at_target = finish_rows(
-            row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, offset=offset,
-            log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr,
-            upstream_ptr=upstream_ptr, scales_ptr=scales_ptr, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
-            normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, upstream_stride=upstream_stride,
-            normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
-            HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_UPSTREAM=HAS_UPSTREAM, HAS_Z_LOSS=HAS_Z_LOSS,
-            WANT_LOGPROB=WANT_LOGPROB, WANT_GRADIENT=True, IS_SHARD=IS_SHARD,
-        )  # fmt: skip
+        if IS_SHARD:  # The rows are ended when the shards are merged.
+            store_normalizer(row, exists, valid, nll, offset, log_sum, normalizer_ptr, normalizer_stride)
+            softmax_factor = tl.full((ROWS,), 1.0, tl.float32)
+            at_target = tl.full((ROWS,), 1.0, tl.float32)
+        else:
+            row_weight, gradient_weight, target_weight = load_weights(
+                row, exists, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride,
+                tl.float32,
+            )  # fmt: skip
+            ce_scale, z_loss_scale, _weight_sum = load_scales(scales_ptr, tl.float32)
+            softmax_factor, _target_factor, _classes_factor, at_target = finish_row(
+                offset=offset, log_sum=log_sum, nll=nll, smooth=None, valid=valid, row_weight=row_weight,
+                target_weight=target_weight, ce_scale=gradient_weight * ce_scale,
+                z_loss_scale=gradient_weight * z_loss_scale, weight_sum=None, vocab_size=None, label_smoothing=None,
+                z_loss=z_loss, row=row, exists=exists, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
+                normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
+                HAS_LABEL_SMOOTHING=False, HAS_Z_LOSS=HAS_Z_LOSS,
+            )  # fmt: skip
         factor = tl.where(normalizer > _LEAST, softmax_factor / normalizer, float("nan"))
         if HAS_SCALE:
             factor *= scale
@@ -246,9 +259,9 @@ def finish_kernel(
 @triton.jit(do_not_specialize=["factors_stride", "vocab_size", "ignore_index"])
 def combine_rows_kernel(
     x_ptr,  # (rows, hidden), strides x_stride and x_col_stride
-    weight_ptr,  # (V, hidden), strides weight_stride and weight_col_stride
+    weight_ptr,  # (V, hidden), strides weight_stride and weight_col_stride; None: without this term
     out_ptr,  # (N, hidden), row stride out_stride; may be x_ptr
-    index_ptr,  # (rows,) int64: the row of `out` for each row of x
+    index_ptr,  # (rows,) int64: the row of `out` for each row of x; None: the same rows
     target_ptr,  # (rows,) int64
     factors_ptr,  # (2, rows), row stride factors_stride: for the row of x, and for the target's row of the weight
     x_stride,
@@ -260,8 +273,6 @@ def combine_rows_kernel(
     hidden,
     vocab_size,
     ignore_index,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -269,9 +280,9 @@ def combine_rows_kernel(
     valid = target != ignore_index
     in_range = (target >= 0) & (target < vocab_size) & valid
     factor = tl.load(factors_ptr + row)
-    if HAS_WEIGHT:
+    if weight_ptr is not None:
         target_factor = tl.load(factors_ptr + factors_stride + row)
-    if HAS_INDEX:
+    if index_ptr is not None:
         out_ptr += tl.load(index_ptr + row) * out_stride
     else:
         out_ptr += row * out_stride
@@ -281,7 +292,7 @@ def combine_rows_kernel(
         # An ignored row is not read, because it may contain NaN: 0 is written.
         x = tl.load(x_ptr + row * x_stride + offsets.to(tl.int64) * x_col_stride, mask=mask & valid, other=0.0)
         out = factor * x.to(tl.float32)
-        if HAS_WEIGHT:
+        if weight_ptr is not None:
             places = target * weight_stride + offsets.to(tl.int64) * weight_col_stride
             w = tl.load(weight_ptr + places, mask=mask & in_range, other=0.0)
             out += target_factor * w.to(tl.float32)
@@ -364,17 +375,20 @@ def _finish_and_retry(memory: _Memory, call: StatisticsCall, factors: Tensor) ->
 
 
 def _products(memory: _Memory, call: StatisticsCall, *, is_retry: bool) -> Iterator[Launch]:
-    weight, max_cols = memory.weight, product.classes_per_launch(memory.weight)
-    for tile, tile_exps in _tiles(memory.exps, len(weight), is_retry, max_cols):
-        yield product.launch(
-            memory.x,
-            weight[tile.columns],
-            call._replace(tile=tile),
-            tile_exps,
-            partial=memory.partial,
-            reference=memory.rows.reference,
-            work=memory.work[int(is_retry)],
-        )
+    weight, max_cols, start = memory.weight, product.classes_per_launch(memory.weight), 0
+    for exps in memory.exps:
+        stop = start + exps.shape[1]
+        for tile in product.tiles(start, stop, len(weight), max_cols):
+            yield product.launch(
+                memory.x,
+                weight[tile.columns],
+                call._replace(tile=tile),
+                slice_columns(exps, offset_slice(tile.columns, -start)),
+                partial=memory.partial,
+                reference=memory.rows.reference,
+                work=memory.work[int(is_retry)],
+            )
+        start = stop
 
 
 def _finish(memory: _Memory, call: StatisticsCall, factors: Tensor, *, is_retry: bool) -> Iterator[Launch]:
@@ -383,33 +397,15 @@ def _finish(memory: _Memory, call: StatisticsCall, factors: Tensor, *, is_retry:
         finish_kernel,
         (triton.cdiv(num_rows, product.FINISH_ROWS),),
         call,
-        {
-            "IS_SHARD": call.tile.is_shard,
-            "HAS_SCALE": call.spec.scale != 1.0 and call.spec.softcap is None,
-            "ROWS": product.FINISH_ROWS,
-            "BLOCKS": product.FINISH_BLOCKS,
-        },
+        {"IS_SHARD": call.tile.is_shard, "ROWS": product.FINISH_ROWS, "BLOCKS": product.FINISH_BLOCKS},
         ("softcap",),
+        HAS_SCALE=call.spec.scale != 1.0 and call.spec.softcap is None,
         partial=memory.partial,
         factors=factors,
         work=memory.work[int(is_retry)],
         blocks=blocks,
         **memory.rows._asdict(),
     )
-
-
-def _tiles(
-    exps: Sequence[Tensor], vocab_size: int, is_retry: bool, max_cols: int
-) -> Iterator[tuple[TileClasses, Tensor]]:
-    """Yield the tile of each launch (`product.tiles`) and its exponentials. `is_retry`: few launches, because
-    retries are rare."""
-    start = 0
-    for exps_tile in exps:
-        stop = start + exps_tile.shape[1]
-        single = [TileClasses(start, stop - start, vocab_size, stop - start)]
-        for tile in single if is_retry and max_cols >= vocab_size else product.tiles(start, stop, vocab_size, max_cols):
-            yield tile, exps_tile[:, tile.start - start : tile.start - start + tile.cols]
-        start = stop
 
 
 def combine_rows(

@@ -6,14 +6,13 @@ The launch functions of this package build their launches from it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.contract import GradientCall, RowOutputs, StatisticsCall, TileCall
 from flce.core.device_record import DeviceRecord
@@ -34,8 +33,6 @@ MIN_FILLED_SHARE = 3 / 4
 # Distance of flags, 32 bits each: kernels are built for addresses that are multiples of 16 bytes.
 FLAG_STRIDE = 4
 
-# Fields of `LossSpec` that change logits, for kernels that do not read logits.
-LOGIT_OPTIONS = ("softcap", "logit_scale", "temperature")
 # Fields of `LossSpec` that are parameters of no kernel: they decide the scales of the loss and the requested results.
 _HOST_OPTIONS = ("reduction", "stats", "empty_loss")
 # Parameters that stand for several fields.
@@ -105,43 +102,39 @@ def build_launch(
     kernel: Any,
     grid: tuple[int, ...],
     call: TileCall | None,
-    options: Mapping[str, Any],
-    leaves_out: Sequence[str] = (),
+    options: dict[str, Any],
+    leaves_out: Collection[str] = (),
     **args: Any,
 ) -> Launch:
     """Return a launch with the arguments of the call that are parameters of the kernel, and with `args`.
 
-    A tensor ``name`` has up to five parameters: ``name_ptr``, ``name_stride`` between rows, ``name_col_stride`` between
-    columns, and the flags ``HAS_NAME`` and ``WANT_NAME``, which are False if the tensor is None. A number ``name`` of
-    `LossSpec` has the flag ``HAS_NAME``. New options of `LossSpec` and results of `RowOutputs` are included by name.
+    A tensor ``name`` has up to three parameters: ``name_ptr``, which is None if the tensor is None, ``name_stride``
+    between rows, and ``name_col_stride`` between columns. A number ``name`` of `LossSpec` has the flag ``HAS_NAME``.
+    New options of `LossSpec` and results of `RowOutputs` are included by name. A kernel with the parameter ``OVERLAP``
+    has the `overlap_options` of the device.
 
     Args:
         args: tensors or None by ``name``; other arguments by the names of parameters. They replace arguments of `call`.
-        options: launch options and other flags.
+        options: launch options and compile-time parameters that do not follow from `call`.
         leaves_out: fields of `LossSpec` that the kernel does not need.
 
     Raises:
         TypeError: the kernel has no parameter for one of `args`.
         NotImplementedError: the kernel has no parameter for an option or a result that the call requests.
     """
-    tensors, values, flags = ({}, {}, {}) if call is None else _call_arguments(call)
+    tensors, values = ({}, {}) if call is None else _call_arguments(call)
     tensors |= {name: value for name, value in args.items() if value is None or isinstance(value, Tensor)}
-    # Replaces tensors that a flag switches off; never read.
-    bases = [value.base for value in args.values() if isinstance(value, TensorDescriptor)]
-    unused = next(tensor for tensor in (*tensors.values(), *bases) if tensor is not None)
     for name, tensor in tensors.items():
         strides = () if tensor is None else tensor.stride()
-        values[f"{name}_ptr"] = unused if tensor is None else tensor
+        values[f"{name}_ptr"] = tensor
         values[f"{name}_stride"] = strides[-2:][0] if strides else 0
         values[f"{name}_col_stride"] = strides[-1] if strides else 0
-        for flag in (f"HAS_{name.upper()}", f"WANT_{name.upper()}"):
-            flags.setdefault(flag, tensor is not None)
-    values |= {name: value for name, value in args.items() if name not in tensors}
+    values |= args
     _refuse_ignored_arguments(kernel, tuple(args), ((), ()) if call is None else _requested(call), tuple(leaves_out))
-    values, flags = (
-        {name: named[name] for name in _matching_parameters(kernel, tuple(named))} for named in (values, flags)
-    )
-    return Launch(kernel, grid, values, {**flags, **options})
+    if "OVERLAP" in kernel.arg_names:
+        device = next(tensor.device for tensor in tensors.values() if tensor is not None)
+        options = {**overlap_options(device), **options}
+    return Launch(kernel, grid, {name: values[name] for name in kernel.arg_names if name in values}, options)
 
 
 def _requested(call: TileCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -158,7 +151,7 @@ def _refuse_ignored_arguments(
 ) -> None:
     """Raise an error for an argument, an option or a result that the kernel would ignore, see `build_launch`."""
     parameters, name = set(kernel.arg_names), kernel.__name__
-    unknown = [x for x in args if not parameters & {x, f"{x}_ptr", f"HAS_{x.upper()}", f"WANT_{x.upper()}"}]
+    unknown = [x for x in args if not parameters & {x, f"{x}_ptr"}]
     if unknown:
         raise TypeError(f"{name} has no parameter for {', '.join(unknown)}")
     options, results = ([x for x in names if x not in leaves_out] for names in requested)
@@ -169,8 +162,8 @@ def _refuse_ignored_arguments(
         raise NotImplementedError(f"{name} has no parameter for {', '.join(ignored)} yet")
 
 
-def _call_arguments(call: TileCall) -> tuple[dict[str, Tensor | None], dict[str, Any], dict[str, bool]]:
-    """Return the tensors of the call, its numbers, and the flags of its numbers."""
+def _call_arguments(call: TileCall) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
+    """Return the tensors of the call; its numbers and their flags."""
     inputs, spec, tile, *_ = call
     if isinstance(call, GradientCall):
         results = {name: getattr(call, name, None) for name in (*RowOutputs._fields, "row_gradient")}
@@ -200,11 +193,4 @@ def _call_arguments(call: TileCall) -> tuple[dict[str, Tensor | None], dict[str,
     flags = {f"HAS_{name.upper()}": numbers[name] != getattr(LossSpec, name) for name in NUMERIC_FIELDS}
     flags["HAS_SCALE"] = spec.scale != 1.0 or inputs.inverse_temperature is not None
     flags["HAS_ENTROPY_GRADIENT"] = isinstance(call, GradientCall) and call.has_entropy_gradient
-    return tensors, numbers, flags
-
-
-@functools.cache
-def _matching_parameters(kernel: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names that are parameters of the kernel."""
-    parameters = set(kernel.arg_names)
-    return tuple(name for name in names if name in parameters)
+    return tensors, numbers | flags

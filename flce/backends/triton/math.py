@@ -22,6 +22,15 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def wait_for_previous_kernel(OVERLAP: tl.constexpr):
+    """Wait for the end of the previous kernel, and let the next kernel start, if kernels may start before the previous
+    one ends (`launch.overlap_options`)."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
 def balanced_group(row_blocks, GROUP: tl.constexpr):
     """Return a group size from 1 to GROUP with which all groups have nearly the same size. A small group reuses less of
     the memory that it loads."""
@@ -122,13 +131,17 @@ def load_columns(pointers, mask, EVICTION: tl.constexpr, OTHER: tl.constexpr = 0
 
 
 @triton.jit
-def multiply_z(scale, cap, factor_ptr, mask, HAS_SOFTCAP: tl.constexpr):
-    """Return the scale and cap with which `transform` multiplies z by a factor of each row."""
-    factor = load_columns(factor_ptr, mask, "", 1.0).to(scale.dtype)
-    if HAS_SOFTCAP:
-        return scale, cap * factor
-    else:
-        return scale * factor, cap
+def load_scale(scale, cap, factor_ptr, row, exists, HAS_SOFTCAP: tl.constexpr, ACCUM: tl.constexpr):
+    """Return scale and cap of rows for `transform`. factor_ptr: (rows,) multiplies the z of a row; None: 1."""
+    scale = tl.full(row.shape, scale, ACCUM)
+    cap = tl.full(row.shape, cap, ACCUM)
+    if factor_ptr is not None:
+        factor = load_columns(factor_ptr + row, exists, "", 1.0).to(ACCUM)
+        if HAS_SOFTCAP:
+            cap *= factor
+        else:
+            scale *= factor
+    return scale, cap
 
 
 @triton.jit
@@ -141,7 +154,6 @@ def transform(
     cap,
     ACCUM: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
     """Return z and dz/da of some columns of a row.
@@ -151,7 +163,7 @@ def transform(
     kernels would compute different z.
     """
     a = a.to(ACCUM)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         a += load_columns(bias_ptr + columns, mask, "").to(ACCUM)
     if HAS_SOFTCAP:
         tanh, derivative = tanh_and_derivative(a * scale)
@@ -193,6 +205,15 @@ def softmax_minus_target(softmax_factor, target_factor, more_softmax, nll):
 
 
 @triton.jit
+def store_normalizer(row, mask, valid, nll, offset, log_sum, normalizer_ptr, stride):
+    """Store the normalizers of rows, 0 for ignored rows."""
+    normalizer_ptr += row
+    tl.store(normalizer_ptr + _OFFSET * stride, tl.where(valid, offset, 0.0), mask=mask)
+    tl.store(normalizer_ptr + _LOG_SUM * stride, tl.where(valid, log_sum, 0.0), mask=mask)
+    tl.store(normalizer_ptr + _LOGPROB * stride, tl.where(valid, -nll, 0.0), mask=mask)
+
+
+@triton.jit
 def finish_row(
     offset,  # the normalizer: offset + log_sum is lse
     log_sum,
@@ -207,11 +228,20 @@ def finish_row(
     vocab_size,
     label_smoothing,
     z_loss,
+    row,
+    exists,  # True for rows that exist; None: all do
+    loss_ptr,  # (rows,); None: only return the row gradient
+    z_loss_ptr,
+    normalizer_ptr,
+    logprob_ptr,
+    normalizer_stride,
     HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
 ):
-    """End rows: return loss and z-loss, and the row gradient: the factors of softmax, of the target's one-hot vector
-    and of the class weights; and the gradient in z of the target, whose two terms cancel for p near 1.
+    """End rows: store losses, normalizers and log-probabilities.
+
+    Return the row gradient: the factors of softmax, of the target's one-hot vector and of the class weights; and the
+    gradient in z of the target, whose two terms cancel for p near 1.
 
     `formulas.finish_row` has the same formulas. Call by keyword."""
     lse = tl.where(offset == float("inf"), offset, offset + log_sum)
@@ -231,50 +261,19 @@ def finish_row(
     softmax_factor = target_factor + more_softmax
     at_target = softmax_minus_target(softmax_factor, target_factor, more_softmax, nll)
     at_target -= classes_factor * target_weight
+    if loss_ptr is not None:
+        store_normalizer(row, exists, valid, nll, offset, log_sum, normalizer_ptr, normalizer_stride)
+        tl.store(loss_ptr + row, tl.where(valid, loss * row_weight, 0.0), mask=exists)
+        if z_loss_ptr is not None:
+            tl.store(z_loss_ptr + row, tl.where(valid, row_z_loss * row_weight, 0.0), mask=exists)
+        if logprob_ptr is not None:
+            tl.store(logprob_ptr + row, tl.where(valid, -nll, 0.0), mask=exists)
     return (
-        tl.where(valid, loss * row_weight, 0.0),
-        tl.where(valid, row_z_loss * row_weight, 0.0),
         tl.where(valid, softmax_factor, 0.0),
         tl.where(valid, target_factor, 0.0),
         tl.where(valid, classes_factor, 0.0),
         tl.where(valid, at_target, 0.0),
     )
-
-
-@triton.jit
-def store_normalizer(row, mask, valid, nll, offset, log_sum, normalizer_ptr, stride):
-    """Store the normalizers of rows, 0 for ignored rows."""
-    normalizer_ptr += row
-    tl.store(normalizer_ptr + _OFFSET * stride, tl.where(valid, offset, 0.0), mask=mask)
-    tl.store(normalizer_ptr + _LOG_SUM * stride, tl.where(valid, log_sum, 0.0), mask=mask)
-    tl.store(normalizer_ptr + _LOGPROB * stride, tl.where(valid, -nll, 0.0), mask=mask)
-
-
-@triton.jit
-def store_results(
-    row,
-    mask,  # True for rows that exist; None: all do
-    valid,
-    nll,
-    offset,
-    log_sum,
-    loss,
-    row_z_loss,
-    loss_ptr,
-    z_loss_ptr,
-    normalizer_ptr,
-    logprob_ptr,
-    normalizer_stride,
-    HAS_Z_LOSS: tl.constexpr,
-    WANT_LOGPROB: tl.constexpr,
-):
-    """Store losses, normalizers and log-probabilities of rows. Call by keyword."""
-    store_normalizer(row, mask, valid, nll, offset, log_sum, normalizer_ptr, normalizer_stride)
-    tl.store(loss_ptr + row, loss, mask=mask)
-    if HAS_Z_LOSS:
-        tl.store(z_loss_ptr + row, row_z_loss, mask=mask)
-    if WANT_LOGPROB:
-        tl.store(logprob_ptr + row, tl.where(valid, -nll, 0.0), mask=mask)
 
 
 @triton.jit
@@ -287,83 +286,19 @@ def load_weights(
     token_weight_ptr,
     upstream_ptr,
     upstream_stride,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_TOKEN_WEIGHT: tl.constexpr,
-    HAS_UPSTREAM: tl.constexpr,
     ACCUM: tl.constexpr,
 ):
     """Return the weights of the losses of rows, of their gradients, and of their targets' classes."""
     row_weight = tl.full(row.shape, 1.0, ACCUM)
-    if HAS_TOKEN_WEIGHT:
-        row_weight = tl.load(token_weight_ptr + row, mask=exists, other=0.0).to(ACCUM)
+    if token_weight_ptr is not None:
+        row_weight = load_columns(token_weight_ptr + row, exists, "").to(ACCUM)
     gradient_weight = tl.where(in_range, row_weight, float("nan"))  # NaN for targets out of range
-    if HAS_UPSTREAM:
-        gradient_weight *= tl.load(upstream_ptr + row * upstream_stride, mask=exists, other=0.0).to(ACCUM)
+    if upstream_ptr is not None:
+        gradient_weight *= load_columns(upstream_ptr + row * upstream_stride, exists, "").to(ACCUM)
     target_weight = tl.full(row.shape, 1.0, ACCUM)
-    if HAS_CLASS_WEIGHT:
+    if class_weight_ptr is not None:
         target_weight = tl.load(class_weight_ptr + target, mask=in_range, other=1.0).to(ACCUM)
     return row_weight, gradient_weight, target_weight
-
-
-@triton.jit
-def finish_rows(
-    row,
-    exists,
-    target,
-    valid,
-    in_range,
-    nll,
-    offset,
-    log_sum,
-    class_weight_ptr,
-    token_weight_ptr,
-    upstream_ptr,
-    scales_ptr,
-    loss_ptr,
-    z_loss_ptr,
-    normalizer_ptr,
-    logprob_ptr,
-    upstream_stride,
-    normalizer_stride,
-    z_loss,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_TOKEN_WEIGHT: tl.constexpr,
-    HAS_UPSTREAM: tl.constexpr,
-    HAS_Z_LOSS: tl.constexpr,
-    WANT_LOGPROB: tl.constexpr,
-    WANT_GRADIENT: tl.constexpr,
-    IS_SHARD: tl.constexpr,
-):
-    """Run `finish_row` and store the results, for the kernels that follow a fused product: in float32, without label
-    smoothing. With WANT_GRADIENT return the factor of softmax, and the gradient in z of the target. Call by keyword.
-
-    The rows of a shard are not finished: store their normalizer, and return 1."""
-    if IS_SHARD:
-        store_normalizer(row, exists, valid, nll, offset, log_sum, normalizer_ptr, normalizer_stride)
-        return tl.full(row.shape, 1.0, tl.float32), tl.full(row.shape, 1.0, tl.float32)
-    else:
-        row_weight, gradient_weight, target_weight = load_weights(
-            row, exists, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride,
-            HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT, HAS_UPSTREAM, tl.float32,
-        )  # fmt: skip
-        ce_scale = tl.zeros_like(nll)
-        z_loss_scale = tl.zeros_like(nll)
-        if WANT_GRADIENT:
-            scales = load_scales(scales_ptr, tl.float32)
-            ce_scale = gradient_weight * scales[0]
-            z_loss_scale = gradient_weight * scales[1]
-        loss, row_z_loss, softmax_factor, _target_factor, _classes_factor, at_target = finish_row(
-            offset=offset, log_sum=log_sum, nll=nll, smooth=None, valid=valid, row_weight=row_weight,
-            target_weight=target_weight, ce_scale=ce_scale, z_loss_scale=z_loss_scale, weight_sum=None, vocab_size=None,
-            label_smoothing=None, z_loss=z_loss, HAS_LABEL_SMOOTHING=False, HAS_Z_LOSS=HAS_Z_LOSS,
-        )  # fmt: skip
-        store_results(
-            row=row, mask=exists, valid=valid, nll=nll, offset=offset, log_sum=log_sum, loss=loss,
-            row_z_loss=row_z_loss, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
-            logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, HAS_Z_LOSS=HAS_Z_LOSS,
-            WANT_LOGPROB=WANT_LOGPROB,
-        )  # fmt: skip
-        return softmax_factor, at_target
 
 
 @triton.jit
@@ -410,17 +345,12 @@ def row_gradient_kernel(
     label_smoothing: tl.float64,
     z_loss: tl.float64,
     ACCUM: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_TOKEN_WEIGHT: tl.constexpr,
-    HAS_UPSTREAM: tl.constexpr,
     HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
-    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
+    OVERLAP: tl.constexpr,  # see `wait_for_previous_kernel`
     ROWS: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous_kernel(OVERLAP)
     label_smoothing = tl.full((), label_smoothing, ACCUM)
     z_loss = tl.full((), z_loss, ACCUM)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -431,14 +361,14 @@ def row_gradient_kernel(
     offset, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, exists)
     nll = -tl.load(normalizer_ptr + _LOGPROB * normalizer_stride + row, mask=exists, other=0.0)
     row_weight, scale, target_weight = load_weights(
-        row, exists, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride,
-        HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT, HAS_UPSTREAM, ACCUM,
+        row, exists, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride, ACCUM
     )  # fmt: skip
     ce_scale, z_loss_scale, weight_sum = load_scales(scales_ptr, ACCUM)
-    _loss, _row_z_loss, softmax_factor, target_factor, classes_factor, _at_target = finish_row(
+    softmax_factor, target_factor, classes_factor, _at_target = finish_row(
         offset=offset, log_sum=log_sum, nll=nll, smooth=0.0, valid=valid, row_weight=row_weight,
         target_weight=target_weight, ce_scale=scale * ce_scale, z_loss_scale=scale * z_loss_scale,
-        weight_sum=weight_sum, vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss,
+        weight_sum=weight_sum, vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss, row=row,
+        exists=exists, loss_ptr=None, z_loss_ptr=None, normalizer_ptr=None, logprob_ptr=None, normalizer_stride=0,
         HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING, HAS_Z_LOSS=HAS_Z_LOSS,
     )  # fmt: skip
     row_gradient_ptr += row
@@ -465,7 +395,10 @@ def logit_gradient(
     target_factor,
     jacobian,  # dz/da
     HAS_JACOBIAN: tl.constexpr,
-    classes_factor,  # times the weight of the class
+    classes_factor,
+    class_weight_ptr,  # multiplies `classes_factor`; None: 1
+    columns,
+    mask,  # True for columns that are classes; None: all are
     HAS_LABEL_SMOOTHING: tl.constexpr,
 ):
     """Return the gradient of a row's loss with respect to its logits, from its row gradient."""
@@ -473,6 +406,8 @@ def logit_gradient(
     if is_target is not None:
         grad = tl.where(is_target, grad, term)
     if HAS_LABEL_SMOOTHING:
+        if class_weight_ptr is not None:
+            classes_factor *= load_columns(class_weight_ptr + columns, mask, "").to(term.dtype)
         grad -= classes_factor
     if HAS_JACOBIAN:
         grad *= jacobian

@@ -42,22 +42,25 @@ from flce.backends.contract import (
     TileClasses,
     num_partial_statistics,
 )
-from flce.backends.triton.launch import LOGIT_OPTIONS, Launch, build_launch, overlap_options
+from flce.backends.formulas import LOGIT_FIELDS
+from flce.backends.triton.entries import pack_marks, random_mantissa
+from flce.backends.triton.launch import Launch, build_launch, overlap_options
 from flce.backends.triton.math import (
     LOG2_E,
     balanced_group,
     block_in_groups,
-    finish_rows,
+    finish_row,
     load_normalizer,
     load_row_gradient,
+    load_scale,
+    load_weights,
     logit_gradient,
-    multiply_z,
     softmax_merge,
     softmax_term,
+    store_normalizer,
     transform,
 )
 from flce.backends.triton.replay import run
-from flce.backends.triton.sampling import pack_marks, random_mantissa
 from flce.core.devices import device_record
 
 # A block has ROWS x COLS logits, summed over DEPTH per step. The time of statistics on an H200, relative to a bare
@@ -84,6 +87,9 @@ _NO_MARKS = {"threshold": None, "seeds": None, "first_class": 0, "words": None}
 
 @triton.jit(
     do_not_specialize=[
+        "entropy_ptr",
+        "argmax_ptr",
+        "mean_logit_ptr",
         "ignore_index",
         "column_start",
         "first_class",
@@ -98,7 +104,7 @@ _NO_MARKS = {"threshold": None, "seeds": None, "first_class": 0, "words": None}
 def product_kernel(
     x_desc,  # (rows, hidden)
     weight_desc,  # (cols, hidden)
-    out_desc,  # (rows, cols) the gradient or the exponentials; with statistics x_desc, unused
+    out_desc,  # (rows, cols) the gradient or the exponentials; None: statistics
     # Statistics: (planes, blocks of all classes, rows). With m, the largest z of a row in a block, the planes are m and
     # the sum of exp(z - m), then, if requested, the sum of exp(z - m) (z - m), the argmax, the sum of z, the sum of
     # exp(z - m)^2.
@@ -108,12 +114,15 @@ def product_kernel(
     target_ptr,  # (rows,) int64
     bias_ptr,  # (cols,) of these columns
     inverse_temperature_ptr,  # (rows,)
-    row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride
+    row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride; None: no gradient
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
-    reference_ptr,  # (rows,) of exponentials, in octaves
+    reference_ptr,  # (rows,) of exponentials, in octaves; None: no exponentials
     threshold_ptr,  # (rows,) of marks, see `contract.Marks`
     seeds_ptr,  # (rows,) int32
-    words_ptr,  # (rows, words) int32
+    words_ptr,  # (rows, words) int32; None: no marks
+    entropy_ptr,  # of this and the next two only whether they are requested: `finish_statistics_kernel` writes them
+    argmax_ptr,
+    mean_logit_ptr,
     work_ptr,  # () exponentials: 1 + the number of blocks of rows to compute, or 0 for none
     normalizer_stride,
     row_gradient_stride,
@@ -127,31 +136,21 @@ def product_kernel(
     ignore_index,
     scale: tl.float64,
     cap: tl.float64,
-    GRADIENT: tl.constexpr,
-    EXPONENTIALS: tl.constexpr,  # if both are False, statistics
     HAS_TAIL: tl.constexpr,  # cols is not divisible by COLS
     HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_INVERSE_TEMPERATURE: tl.constexpr,
     HAS_ENTROPY_GRADIENT: tl.constexpr,
-    HAS_WORDS: tl.constexpr,
-    WANT_ENTROPY: tl.constexpr,
-    WANT_ARGMAX: tl.constexpr,
-    WANT_MEAN_LOGIT: tl.constexpr,
-    OVERLAP: tl.constexpr,  # the next kernel may start on multiprocessors that this kernel leaves idle
+    LAUNCH_NEXT: tl.constexpr,  # the next kernel may start on multiprocessors that this kernel leaves idle
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    if OVERLAP:
+    if LAUNCH_NEXT:
         gdc_launch_dependents()
-    scale = tl.full((), scale, tl.float32)
-    cap = tl.full((), cap, tl.float32)
     row_blocks = tl.cdiv(rows, ROWS)
-    if EXPONENTIALS:
+    if reference_ptr is not None:
         row_blocks = tl.minimum(row_blocks, tl.load(work_ptr) - 1)
     col_blocks = tl.cdiv(cols, COLS)
     group = balanced_group(row_blocks, GROUP)
@@ -169,19 +168,15 @@ def product_kernel(
         exists = row < rows
         columns = col_start + tl.arange(0, COLS)[None, :]
         present = columns < cols
-        if HAS_BIAS:
+        if bias_ptr is not None:
             # Not in `transform`: the compiler would convert the block to the layout of the loads there, which needs
             # more shared memory than is left.
             column = col_start + tl.arange(0, COLS)
             a += tl.load(bias_ptr + column, mask=column < cols, other=0.0).to(tl.float32)[None, :]
-        row_scale = tl.full((ROWS,), scale, tl.float32)
-        row_cap = tl.full((ROWS,), cap, tl.float32)
-        if HAS_INVERSE_TEMPERATURE:
-            row_scale, row_cap = multiply_z(row_scale, row_cap, inverse_temperature_ptr + row, exists, HAS_SOFTCAP)
+        row_scale, row_cap = load_scale(scale, cap, inverse_temperature_ptr, row, exists, HAS_SOFTCAP, tl.float32)
         z, jacobian = transform(
-            a, bias_ptr, columns, present, row_scale[:, None], row_cap[:, None], tl.float32,
-            HAS_SCALE, False, HAS_SOFTCAP,
-        )  # fmt: skip
+            a, None, columns, present, row_scale[:, None], row_cap[:, None], tl.float32, HAS_SCALE, HAS_SOFTCAP
+        )
         target = tl.load(target_ptr + row, mask=exists, other=ignore_index)
         valid = target != ignore_index
         target_column = target - column_start
@@ -190,7 +185,7 @@ def product_kernel(
 
         # 64-bit: blocks x rows exceeds 2^31 only at a billion rows, but costs no time here.
         place = (column_start // COLS + col_block).to(tl.int64) * rows + row
-        if EXPONENTIALS:
+        if reference_ptr is not None:
             # Ignored and missing rows have a reference of inf: their exponentials are 0.
             reference = tl.load(reference_ptr + row, mask=exists, other=float("inf"))
             octaves = z * LOG2_E - reference[:, None]
@@ -206,7 +201,7 @@ def product_kernel(
             if HAS_SOFTCAP:
                 exps *= jacobian
             out_desc.store([row_start, col_start], exps.to(out_desc.dtype))
-        elif GRADIENT:
+        elif row_gradient_ptr is not None:
             row_max, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, exists)
             softmax_factor, target_factor, _classes_factor, entropy_factor = load_row_gradient(
                 row_gradient_ptr, row_gradient_stride, row, exists, HAS_ENTROPY_GRADIENT, False
@@ -224,7 +219,9 @@ def product_kernel(
                 HAS_ENTROPY_GRADIENT,
             )
             is_target = columns == target_column[:, None]
-            grad = logit_gradient(term, is_target, target_factor[:, None], jacobian, HAS_SOFTCAP, 0.0, False)
+            grad = logit_gradient(
+                term, is_target, target_factor[:, None], jacobian, HAS_SOFTCAP, 0.0, None, columns, None, False
+            )
             grad = tl.where(valid[:, None], grad, 0.0)
             out_desc.store([row_start, col_start], grad.to(out_desc.dtype))
         else:
@@ -240,7 +237,7 @@ def product_kernel(
             plane = tl.cdiv(vocab_size, COLS).to(tl.int64) * rows
             place += plane
             tl.store(partial_ptr + place, tl.sum(exps, axis=1), mask=exists)
-            if HAS_WORDS:
+            if words_ptr is not None:
                 threshold = tl.load(threshold_ptr + row, mask=exists, other=float("inf"))
                 seeds = tl.load(seeds_ptr + row, mask=exists, other=0)
                 # The factor is finite: infinity times an exponential of 0 would be NaN. Columns that are no classes
@@ -250,16 +247,16 @@ def product_kernel(
                 word = (column_start + col_start) // _WORD + tl.arange(0, COLS // _WORD)
                 out = words_ptr + row.to(tl.int64)[:, None] * words_stride + word[None, :]
                 tl.store(out, pack_marks(marks, ROWS, COLS), mask=exists[:, None])
-            if WANT_ENTROPY:
+            if entropy_ptr is not None:
                 place += plane
                 terms = exps * tl.maximum(z - reference[:, None], _LEAST_LOGPROB)  # 0 if z is -inf
                 tl.store(partial_ptr + place, tl.sum(terms, axis=1), mask=exists)
-            if WANT_ARGMAX:
+            if argmax_ptr is not None:
                 place += plane
                 # The lowest column wins a tie. Exact: an index below 2^24 is a float32.
                 found = tl.min(tl.where(z == largest[:, None], column_start + columns, _NO_COLUMN), axis=1)
                 tl.store(partial_ptr + place, found.to(tl.float32), mask=exists)
-            if WANT_MEAN_LOGIT:
+            if mean_logit_ptr is not None:
                 place += plane
                 if HAS_TAIL:
                     z = tl.where(present, z, 0.0)
@@ -286,13 +283,7 @@ def finish_statistics_kernel(
     vocab_size,
     ignore_index,
     z_loss: tl.float64,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
-    WANT_LOGPROB: tl.constexpr,
-    WANT_ENTROPY: tl.constexpr,
-    WANT_ARGMAX: tl.constexpr,
-    WANT_MEAN_LOGIT: tl.constexpr,
     IS_SHARD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -318,16 +309,20 @@ def finish_statistics_kernel(
     log_sum = tl.log(tl.where(valid, row_sum, 1.0))
     # (m - z_y) first, then log_sum: exact if all logits share a large offset. NaN for targets out of range.
     nll = tl.where(in_range, log_sum + (row_max - target_logit), float("nan"))
-    finish_rows(
-        row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, offset=row_max,
-        log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr, upstream_ptr=None,
-        scales_ptr=None, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
-        logprob_ptr=logprob_ptr, upstream_stride=0, normalizer_stride=normalizer_stride, z_loss=z_loss,
-        HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
-        HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_UPSTREAM=False, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB,
-        WANT_GRADIENT=False, IS_SHARD=IS_SHARD,
-    )  # fmt: skip
-    if WANT_ENTROPY or WANT_ARGMAX or WANT_MEAN_LOGIT:
+    if IS_SHARD:  # The rows are ended when the shards are merged.
+        store_normalizer(row, exists, valid, nll, row_max, log_sum, normalizer_ptr, normalizer_stride)
+    else:
+        row_weight, _gradient_weight, target_weight = load_weights(
+            row, exists, target, in_range, class_weight_ptr, token_weight_ptr, None, 0, tl.float32
+        )
+        finish_row(
+            offset=row_max, log_sum=log_sum, nll=nll, smooth=None, valid=valid, row_weight=row_weight,
+            target_weight=target_weight, ce_scale=0.0, z_loss_scale=0.0, weight_sum=None, vocab_size=None,
+            label_smoothing=None, z_loss=z_loss, row=row, exists=exists, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
+            normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
+            HAS_LABEL_SMOOTHING=False, HAS_Z_LOSS=HAS_Z_LOSS,
+        )  # fmt: skip
+    if entropy_ptr is not None or argmax_ptr is not None or mean_logit_ptr is not None:
         zero = tl.where(row_max == float("-inf"), 0.0, row_max)[None, :]
         entropy_sum = tl.zeros((BLOCKS, ROWS), tl.float32)
         lowest = tl.full((BLOCKS, ROWS), float("inf"), tl.float32)
@@ -340,26 +335,26 @@ def finish_statistics_kernel(
             shift = block_max - zero
             decay = tl.exp2(shift * LOG2_E)
             place += plane
-            if WANT_ENTROPY:
+            if entropy_ptr is not None:
                 sums = tl.load(partial_ptr + place, mask=mask, other=0.0)
                 place += plane
                 terms = tl.load(partial_ptr + place, mask=mask, other=0.0)
                 entropy_sum += decay * (terms + tl.maximum(shift, _LEAST_LOGPROB) * sums)
-            if WANT_ARGMAX:
+            if argmax_ptr is not None:
                 place += plane
                 found = tl.load(partial_ptr + place, mask=mask, other=float("inf"))
                 lowest = tl.minimum(lowest, tl.where(block_max == row_max[None, :], found, float("inf")))
-            if WANT_MEAN_LOGIT:
+            if mean_logit_ptr is not None:
                 place += plane
                 logit_sum += tl.load(partial_ptr + place, mask=mask, other=0.0)
-        if WANT_ENTROPY:
+        if entropy_ptr is not None:
             entropy = log_sum - tl.sum(entropy_sum, axis=0) / row_sum
             tl.store(entropy_ptr + row, tl.where(valid, entropy, 0.0), mask=exists)
-        if WANT_ARGMAX:
+        if argmax_ptr is not None:
             found = tl.min(lowest, axis=0)
             found = tl.where(found == float("inf"), 0.0, found)  # for a row of NaN
             tl.store(argmax_ptr + row, tl.where(valid, found.to(tl.int64), -1), mask=exists)
-        if WANT_MEAN_LOGIT:
+        if mean_logit_ptr is not None:
             mean = tl.sum(logit_sum, axis=0) / vocab_size
             tl.store(mean_logit_ptr + row, tl.where(valid, mean, 0.0), mask=exists)
 
@@ -407,7 +402,7 @@ def _statistics(
         (triton.cdiv(num_rows, FINISH_ROWS),),
         call,
         {"IS_SHARD": call.tile.is_shard, "ROWS": FINISH_ROWS, "BLOCKS": FINISH_BLOCKS},
-        LOGIT_OPTIONS,
+        LOGIT_FIELDS,
         partial=partial,
         target_logit=target_logit,
         blocks=blocks,
@@ -452,13 +447,11 @@ def launch(
     """Return a launch of `product_kernel`. If a descriptor cannot describe `weight`, the weight is copied."""
     x_desc = TensorDescriptor.from_tensor(x, [ROWS, DEPTH])
     weight_desc = TensorDescriptor.from_tensor(align_for_descriptor(weight), [COLS, DEPTH])
-    out_desc = x_desc if out is None else TensorDescriptor.from_tensor(out, [ROWS, COLS])
+    out_desc = None if out is None else TensorDescriptor.from_tensor(out, [ROWS, COLS])
     programs = device_record(x.device).multiprocessors
-    gradient = out is not None and reference is None
     options = {
-        "GRADIENT": gradient,
-        "EXPONENTIALS": reference is not None,
-        "HAS_TAIL": call.tile.cols % COLS != 0 and not gradient,  # a gradient's store needs no mask
+        # A gradient's store needs no mask.
+        "HAS_TAIL": call.tile.cols % COLS != 0 and not isinstance(call, GradientCall),
         "ROWS": ROWS,
         "COLS": COLS,
         "DEPTH": DEPTH,
@@ -466,7 +459,7 @@ def launch(
         "PROGRAMS": programs,
         "num_stages": STAGES,
         "num_warps": WARPS,
-        "OVERLAP": overlap_options(x.device)["OVERLAP"],  # without launch_pdl: this kernel does not start early
+        "LAUNCH_NEXT": overlap_options(x.device)["OVERLAP"],  # without launch_pdl: this kernel does not start early
     }
     return build_launch(
         product_kernel,

@@ -1,15 +1,17 @@
 """`run` launches kernels. It prepares the launches of each signature once and replays them with new addresses.
 
-All launches of this package except the softmax launches go through `run`. Triton inspects each argument of each launch,
-and a launch has up to forty arguments: this takes 0.1 ms of the host, for a kernel that may take 5 microseconds. The
-results depend only on types, shapes, strides and alignments of tensors and on numbers, which are the signature of a
-call of `run`. Therefore the first call with a signature stores its compiled launches and their arguments in order.
-Later calls only insert their addresses.
+All launches of this package go through `run`. Triton inspects each argument of each launch, and a launch has up to
+forty arguments: this takes 0.1 ms of the host, for a kernel that may take 5 microseconds. The results depend only on
+types, shapes, strides and alignments of tensors and on numbers, which are the signature of a call of `run`. Therefore
+the first call with a signature stores its compiled launches and their arguments in order. Later calls only insert their
+addresses.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from flce.core import private
 # Stored signatures: enough for some hundred shapes, because batches have different lengths. At this number all are
 # deleted.
 MAX_SIGNATURES = 4096
-# Stored descriptors of an argument. At this number all are deleted.
+# Stored descriptors of an argument.
 MAX_DESCRIPTORS = 8
 # Kernels and launch sizes may depend only on an address modulo these bytes.
 ADDRESS_BYTES = 16
@@ -34,7 +36,7 @@ class AddressSlot(NamedTuple):
     argument: int
     tensor: int  # index of the tensor in the call
     offset: int  # bytes behind the beginning of the tensor
-    descriptors: DescriptorsByAddress | None  # descriptors with this base; None: the argument is the address
+    descriptor_at: Callable[[int], TensorDescriptor] | None  # None: the argument is the address
 
 
 class PreparedLaunch(NamedTuple):
@@ -47,37 +49,25 @@ class PreparedLaunch(NamedTuple):
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
         arguments = self.arguments.copy()
-        for argument, tensor, offset, descriptors in self.address_slots:
+        for argument, tensor, offset, descriptor_at in self.address_slots:
             address = addresses[tensor] + offset
-            arguments[argument] = address if descriptors is None else descriptors.at(address)
+            arguments[argument] = address if descriptor_at is None else descriptor_at(address)
         self.start(*arguments, stream=stream)
 
 
-class _Address(NamedTuple):
-    """The base of a descriptor in a replayed launch, which reads only the address."""
+def _copies_by_address(descriptor: TensorDescriptor) -> Callable[[int], TensorDescriptor]:
+    """Return a function that returns a copy of the descriptor for an address. The allocator returns few different
+    addresses."""
+    fields = {**vars(descriptor), "base": None}
 
-    address: int
+    @functools.lru_cache(MAX_DESCRIPTORS)
+    def copy_at(address: int) -> TensorDescriptor:
+        copy = TensorDescriptor.__new__(TensorDescriptor)
+        # A launch reads only the address of the base.
+        vars(copy).update(fields, base=SimpleNamespace(data_ptr=lambda: address))
+        return copy
 
-    def data_ptr(self) -> int:
-        return self.address
-
-
-class DescriptorsByAddress:
-    """Descriptors that differ only in the address of their base. The allocator returns few different addresses."""
-
-    def __init__(self, descriptor: TensorDescriptor) -> None:
-        self._fields = {**vars(descriptor), "base": None}
-        self._built: dict[int, TensorDescriptor] = {}
-
-    def at(self, address: int) -> TensorDescriptor:
-        descriptor = self._built.get(address)
-        if descriptor is None:
-            if len(self._built) >= MAX_DESCRIPTORS:
-                self._built.clear()
-            descriptor = TensorDescriptor.__new__(TensorDescriptor)
-            vars(descriptor).update(self._fields, base=_Address(address))
-            self._built[address] = descriptor
-        return descriptor
+    return copy_at
 
 
 _prepared: dict[tuple[Any, ...], tuple[PreparedLaunch, ...] | None] = {}
@@ -182,15 +172,15 @@ def _prepare(
     arguments = [values[name] for name in launch.kernel.arg_names]
     address_slots = []
     for number, value in enumerate(arguments):
-        base, descriptors = value, None
+        base, descriptor_at = value, None
         if isinstance(value, TensorDescriptor):
-            base, descriptors = value.base, DescriptorsByAddress(value)
+            base, descriptor_at = value.base, _copies_by_address(value)
         if isinstance(base, Tensor):
             found = _locate(base, tensors, addresses)
             if found is None:
                 return None
             arguments[number] = None
-            address_slots.append(AddressSlot(number, *found, descriptors))
+            address_slots.append(AddressSlot(number, *found, descriptor_at))
     grid = (*launch.grid, 1, 1)[:3]
     return PreparedLaunch(compiled, compiled[grid], arguments, tuple(address_slots))
 

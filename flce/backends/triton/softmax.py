@@ -1,7 +1,7 @@
 """Softmax and log-softmax of rows in memory, and their gradients: the kernel and its launch.
 
-`TritonBackend.softmax` and `softmax_backward` call `forward` and `backward`. All tensors are contiguous. The size of a
-row decides how the kernel processes the row:
+`TritonBackend` calls `process_rows`. All tensors are contiguous. The size of a row decides how the kernel processes the
+row:
 
 * *resident*: a program has one row or a few rows in registers. It reads the rows once and writes their results once;
 * *online*: a program reads its row block by block, twice, the second time backwards, because the caches then have the
@@ -17,29 +17,31 @@ The result of a row is NaN if all its elements are -inf, or if it has +inf or Na
 check: NaN results from (-inf) - (-inf), because the row's maximum is not replaced by 0.
 
 The number of columns is in units of ALIGN elements, so that the compiler knows its divisors, and whole vectors lie
-within a row. Longer rows of another length (`has_vectors`) are left to PyTorch: single elements would be slower.
+within a row. Longer rows of another length are left to PyTorch: single elements would be slower.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from flce.backends.eager import TorchBackend
 from flce.backends.triton.launch import (
     MAX_REGISTERS,
     MIN_FILLED_SHARE,
     VECTOR_BYTES,
     WARP,
+    Launch,
+    build_launch,
     fewest_warps,
     filled_share,
-    overlap_options,
     spills_more,
     thread_options,
 )
@@ -49,10 +51,13 @@ from flce.backends.triton.math import (
     load_columns,
     softmax_merge,
     softmax_update,
+    wait_for_previous_kernel,
 )
+from flce.backends.triton.replay import run
 from flce.core.devices import device_record
 
 MAX_WARPS = 32
+_TORCH = TorchBackend()  # for rows that are not whole vectors
 
 # The launch table. Figures were measured on an H200 with 4096 rows. Percentages are of the speed of a copy that moves
 # the same number of bytes. (Percentages above 120 are for tensors of 512 MiB, for which the copy had two thirds of the
@@ -109,25 +114,23 @@ ONLINE_PARTS = 4
 @triton.jit(do_not_specialize=["num_rows"])
 def softmax_kernel(
     x_ptr,  # (num_rows, cols); in backward the result y
-    grad_ptr,  # likewise, in backward the upstream gradient
+    grad_ptr,  # likewise, the upstream gradient; None: forward
     out_ptr,  # likewise
     num_rows,
     cols,  # in units of ALIGN
     ACCUM: tl.constexpr,
     LOG: tl.constexpr,
-    BACKWARD: tl.constexpr,
     ALIGN: tl.constexpr,
     LONG: tl.constexpr,  # 2^30 columns or more
-    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
+    OVERLAP: tl.constexpr,  # see `wait_for_previous_kernel`
     ROWS: tl.constexpr,  # of a program
     COLS: tl.constexpr,  # resident: at least cols; 0: online
     PARTS: tl.constexpr,  # online: a block has PARTS x LANES x VECTOR columns, each thread is a lane
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous_kernel(OVERLAP)
+    BACKWARD: tl.constexpr = grad_ptr is not None
     # A tile of several rows has two dimensions. A resident tile of one row has one dimension, and its statistics are
     # scalars: then two tiles of different length each keep the layout in which they were loaded.
     FLAT: tl.constexpr = COLS > 0 and ROWS == 1
@@ -141,7 +144,8 @@ def softmax_kernel(
         cols = cols.to(tl.int64)
     vector_cols = cols * ALIGN
     x_ptr += start
-    grad_ptr += start
+    if BACKWARD:
+        grad_ptr += start
     out_ptr += start
 
     if COLS > 0:
@@ -149,7 +153,7 @@ def softmax_kernel(
         mask = columns < vector_cols
         if ROWS > 1:
             mask = mask & present
-        x, grad = _load(x_ptr, grad_ptr, columns, mask, "", BACKWARD)
+        x, grad = _load(x_ptr, grad_ptr, columns, mask, "")
         largest, wide_x = 0.0, x.to(ACCUM)
         if not BACKWARD:
             largest = tl.max(wide_x, AXIS, keep_dims=not FLAT)
@@ -170,9 +174,9 @@ def softmax_kernel(
         last_columns = last + offsets
         mask = last_columns < vector_cols
         for first in range(0, last, BLOCK):
-            x, grad = _load(x_ptr, grad_ptr, first + offsets, None, FIRST, BACKWARD)
+            x, grad = _load(x_ptr, grad_ptr, first + offsets, None, FIRST)
             largest, total = _update(largest, total, x.to(ACCUM), grad.to(ACCUM), LOG, BACKWARD, LANES, VECTOR)
-        x, grad = _load(x_ptr, grad_ptr, last_columns, mask, FIRST, BACKWARD)
+        x, grad = _load(x_ptr, grad_ptr, last_columns, mask, FIRST)
         largest, total = _update(largest, total, x.to(ACCUM), grad.to(ACCUM), LOG, BACKWARD, LANES, VECTOR)
         if BACKWARD:
             row_largest, row_total = 0.0, tl.sum(total, axis=0)
@@ -181,17 +185,17 @@ def softmax_kernel(
         normalizer = _normalizer(row_total, LOG, BACKWARD)
         for done in range(0, last, BLOCK):
             columns = last - BLOCK - done + offsets
-            x, grad = _load(x_ptr, grad_ptr, columns, None, "evict_first", BACKWARD)
+            x, grad = _load(x_ptr, grad_ptr, columns, None, "evict_first")
             out = _result(x.to(ACCUM), grad.to(ACCUM), row_largest, normalizer, LOG, BACKWARD)
             tl.store(out_ptr + columns, out.to(out_ptr.dtype.element_ty), eviction_policy="evict_first")
-        x, grad = _load(x_ptr, grad_ptr, last_columns, mask, "evict_first", BACKWARD)
+        x, grad = _load(x_ptr, grad_ptr, last_columns, mask, "evict_first")
         out = _result(x.to(ACCUM), grad.to(ACCUM), row_largest, normalizer, LOG, BACKWARD)
         tl.store(out_ptr + last_columns, out.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
-def _load(x_ptr, grad_ptr, columns, mask, EVICTION: tl.constexpr, BACKWARD: tl.constexpr):
-    if BACKWARD:
+def _load(x_ptr, grad_ptr, columns, mask, EVICTION: tl.constexpr):
+    if grad_ptr is not None:
         return load_columns(x_ptr + columns, mask, EVICTION), load_columns(grad_ptr + columns, mask, EVICTION)
     else:
         x = load_columns(x_ptr + columns, mask, EVICTION, float("-inf"))
@@ -251,23 +255,23 @@ class RowLaunch(NamedTuple):
     rows: int = 1  # resident: a power of two
     parts: int = 0  # online: parts of a block; 0: resident
     vector: int = 1  # online: elements of a vector
-    registers: int | None = None  # maximum of a thread
 
 
-def forward(x: Tensor, dtype: torch.dtype, log: bool, launch: RowLaunch | None = None) -> Tensor:
-    """Return the result of `Backend.softmax`. A `launch` replaces the launch that `row_launch` chooses."""
-    return _launch(x, x, torch.empty_like(x, dtype=dtype), log, False, launch)
+def process_rows(
+    x: Tensor, grad: Tensor | None, dtype: torch.dtype, log: bool, launch: RowLaunch | None = None
+) -> Tensor:
+    """Return the result of `Backend.softmax`, or with `grad` of `Backend.softmax_backward`, whose `y` is `x`.
 
-
-def backward(grad: Tensor, y: Tensor, dtype: torch.dtype, log: bool, launch: RowLaunch | None = None) -> Tensor:
-    """Return the result of `Backend.softmax_backward`. A `launch` replaces the launch that `row_launch` chooses."""
-    return _launch(y, grad, torch.empty_like(y, dtype=dtype), log, True, launch)
-
-
-def has_vectors(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if rows of `x`, and of results of `dtype`, are whole vectors, or so short that it does not matter."""
+    A `launch` replaces the launch that `row_launch` chooses.
+    """
     cols = x.shape[-1]
-    return cols <= MAX_SINGLE_COLUMNS or cols * min(x.dtype.itemsize, dtype.itemsize) % VECTOR_BYTES == 0
+    if cols > MAX_SINGLE_COLUMNS and cols * min(x.dtype.itemsize, dtype.itemsize) % VECTOR_BYTES:
+        return _TORCH.softmax(x, dtype, log) if grad is None else _TORCH.softmax_backward(grad, x, dtype, log)
+    out = torch.empty_like(x, dtype=dtype)
+    if x.numel():
+        launch = launch or row_launch(cols, x.dtype, dtype, grad is not None, x.device)
+        run(_launches, x, grad, out, log, launch)
+    return out
 
 
 @functools.lru_cache(maxsize=1024)
@@ -304,34 +308,27 @@ def row_launch(cols: int, read: torch.dtype, written: torch.dtype, backward: boo
     block = parts * 32 * vector  # columns of a warp
     while not backward and warps > FEWEST_ONLINE_WARPS and filled_share(cols, warps * block) < MIN_FILLED_SHARE:
         warps //= 2
-    return RowLaunch(warps, parts=parts, vector=vector, registers=MAX_REGISTERS)
+    return RowLaunch(warps, parts=parts, vector=vector)
 
 
-def _launch(x: Tensor, grad: Tensor, out: Tensor, log: bool, backward: bool, launch: RowLaunch | None) -> Tensor:
-    if not x.numel():
-        return out
+def _launches(x: Tensor, grad: Tensor | None, out: Tensor, log: bool, launch: RowLaunch) -> Iterator[Launch]:
     cols = x.shape[-1]
     num_rows = x.numel() // cols
-    launch = launch or row_launch(cols, x.dtype, out.dtype, backward, x.device)
-    rows, lanes, resident = launch.rows, 32 * launch.warps, launch.parts == 0
     align = math.gcd(VECTOR_BYTES, cols)  # an element has at least one byte
-    softmax_kernel[(triton.cdiv(num_rows, rows),)](
-        x,
-        grad,
-        out,
-        num_rows,
-        cols // align,
-        ACCUM=tl.float64 if torch.float64 in (x.dtype, grad.dtype, out.dtype) else tl.float32,
-        LOG=log,
-        BACKWARD=backward,
-        ALIGN=align,
-        LONG=cols >= 1 << 30,
-        ROWS=rows,
-        COLS=triton.next_power_of_2(cols) if resident else 0,
-        PARTS=launch.parts,
-        LANES=lanes,
-        VECTOR=launch.vector,
-        **thread_options(x.device, launch.warps, launch.registers),
-        **overlap_options(x.device),
+    dtypes = x.dtype, out.dtype if grad is None else grad.dtype, out.dtype
+    options = {
+        "ACCUM": tl.float64 if torch.float64 in dtypes else tl.float32,
+        "LOG": log,
+        "ALIGN": align,
+        "LONG": cols >= 1 << 30,
+        "ROWS": launch.rows,
+        "COLS": 0 if launch.parts else triton.next_power_of_2(cols),
+        "PARTS": launch.parts,
+        "LANES": WARP * launch.warps,
+        "VECTOR": launch.vector,
+        **thread_options(x.device, launch.warps, MAX_REGISTERS if launch.parts else None),
+    }
+    grid = (triton.cdiv(num_rows, launch.rows),)
+    yield build_launch(
+        softmax_kernel, grid, None, options, x=x, grad=grad, out=out, num_rows=num_rows, cols=cols // align
     )
-    return out

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,6 +33,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.contract import TargetTerms
+from flce.backends.formulas import is_class
 from flce.backends.triton import product
 from flce.backends.triton.launch import Launch, build_launch, thread_options
 from flce.backends.triton.math import balanced_group, block_in_groups
@@ -51,8 +52,6 @@ SUM_ROWS, SUM_BLOCK, SCAN = 8, 1024, 128
 # A block of the weight gradient, classes x columns; tokens per step; blocks of classes of a group. Blocks of 256 x 128
 # took 1.06 to 1.12 of the vendor's time where blocks of 128 x 256 took 1.01 to 1.04. Groups of 8 and 32 are within 1%.
 WEIGHT_CLASSES, WEIGHT_COLS, WEIGHT_DEPTH, WEIGHT_GROUP = 128, 256, 64, 16
-# Classes of a program of `target_slots_kernel`.
-SLOT_CLASSES = 256
 
 # Arguments: two neighbouring 16-bit numbers, the address of their row or 0, and their columns or -1. `tl.store` would
 # convert the block to another layout first, through 128 KiB of shared memory that are not left.
@@ -87,14 +86,12 @@ def weight_gradient_kernel(
     exps_desc,  # (rows, classes)
     scaled_desc,  # (rows, hidden) f * X
     grad_desc,  # (classes, hidden)
-    slot_ptr,  # (classes,) int32: the row of `residual` of each class that is a target, or -1
+    slot_ptr,  # (classes,) int32: the row of `residual` of each class that is a target, or -1; None: no residual
     residual_ptr,  # (rows, hidden), contiguous: output
-    gradient_scale_ptr,  # () with HAS_GRADIENT_SCALE
+    gradient_scale_ptr,  # ()
     rows,
     hidden,
     classes,
-    HAS_SLOT: tl.constexpr,
-    HAS_GRADIENT_SCALE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     CLASSES: tl.constexpr,
     COLS: tl.constexpr,
@@ -113,36 +110,15 @@ def weight_gradient_kernel(
         a = tl.zeros((CLASSES, COLS), tl.float32)
         for k in range(0, rows, DEPTH):
             a = tl.dot(exps_desc.load([k, class_start]).T, scaled_desc.load([k, col_start]), a)
-        if HAS_GRADIENT_SCALE:
+        if gradient_scale_ptr is not None:
             a *= 1.0 / tl.load(gradient_scale_ptr)
         rounded = a.to(grad_desc.dtype)
         grad_desc.store([class_start, col_start], rounded)
-        if HAS_SLOT:
+        if slot_ptr is not None:
             row = class_start + tl.arange(0, CLASSES)
             slot = tl.load(slot_ptr + row, mask=row < classes, other=-1)
             residual = (a - rounded.to(tl.float32)).to(rounded.dtype)
             _store_residuals(residual, residual_ptr, slot, col_start + tl.arange(0, COLS), hidden, INTERPRETED)
-
-
-@triton.jit(do_not_specialize=["rows", "vocab_size", "ignore_index", "steps"])
-def target_slots_kernel(
-    target_ptr,  # (rows,) int32, ascending
-    slot_ptr,  # (V,) int32, output: the position of the first row with this target, or -1
-    rows,
-    vocab_size,
-    ignore_index,
-    steps,  # 2^steps > rows
-    CLASSES: tl.constexpr,
-):
-    column = tl.program_id(0) * CLASSES + tl.arange(0, CLASSES)
-    position = tl.zeros((CLASSES,), tl.int32)  # rows with a smaller target: binary search
-    for step in range(steps):
-        stop = position + (1 << (steps - 1 - step))
-        target = tl.load(target_ptr + stop - 1, mask=stop <= rows, other=vocab_size)
-        position = tl.where(target < column, stop, position)
-    target = tl.load(target_ptr + position, mask=position < rows, other=-1)
-    slot = tl.where((target == column) & (target != ignore_index), position, -1)
-    tl.store(slot_ptr + column, slot, mask=column < vocab_size)
 
 
 @triton.jit(
@@ -156,7 +132,7 @@ def add_to_targets_kernel(
     row_ptr,  # (rows,) int64: rows of x, in the order of target_ptr
     order_ptr,  # (rows,) int64: indices of factor_ptr, in the order of target_ptr
     factor_ptr,  # (rows,)
-    residual_ptr,  # (rows, hidden), contiguous: what rounding has removed from the first row of each target
+    residual_ptr,  # (rows, hidden), contiguous: what rounding has removed from each target, at its last row
     x_stride,
     x_col_stride,
     rows,
@@ -164,7 +140,6 @@ def add_to_targets_kernel(
     first_class,
     classes,
     ignore_index,
-    HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
@@ -187,8 +162,8 @@ def add_to_targets_kernel(
         mask = offsets < hidden
         grad_ptr += place * hidden
         total = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + first.to(tl.int64) * hidden + offsets, mask=mask, other=0.0)
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + (stop - 1).to(tl.int64) * hidden + offsets, mask=mask, other=0.0)
             total += tl.where(tl.abs(total) == float("inf"), 0.0, residual.to(tl.float32))
         for start in range(first, stop, ROWS):
             number = start + tl.arange(0, ROWS)
@@ -207,7 +182,7 @@ def add_to_targets_kernel(
 
 
 class SortedTargets(NamedTuple):
-    """Rows of x in the order of their targets."""
+    """Rows of x in the order of their targets: arguments of `add_to_targets_kernel`, by name."""
 
     x: Tensor  # (N, H)
     target: Tensor  # (rows,) int32, ascending; -1 or V for targets that are not a class
@@ -222,79 +197,47 @@ class SortedTargets(NamedTuple):
         row = order if terms.index is None else terms.index[order]
         return SortedTargets(terms.x, ascending, row, order, terms.factor, terms.ignore_index)
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of the kernels that add the rows."""
-        return {
-            "x": self.x,
-            "target": self.target,
-            "row": self.row,
-            "order": self.order,
-            "factor": self.factor,
-            "hidden": self.x.shape[1],
-            "ignore_index": self.ignore_index,
-        }
-
 
 def weight_gradient(grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, terms: TargetTerms) -> None:
     targets = SortedTargets.from_terms(terms, grad.shape[0])
-    # The position of the first row of each target, and -1 for other classes.
-    slots = torch.empty(grad.shape[0], dtype=torch.int32, device=grad.device)
+    target, vocab_size = targets.target, grad.shape[0]
+    # The position of the last row of each target, and -1 for other classes.
+    slots = torch.full((vocab_size,), -1, dtype=torch.int32, device=grad.device)
+    has_slot = is_class(target, vocab_size) & (target != targets.ignore_index)
+    positions = torch.arange(len(target), dtype=torch.int32, device=grad.device).where(has_slot, -1)
+    slots.scatter_reduce_(0, target.clamp(0, vocab_size - 1).long(), positions, "amax")
     run(_weight_gradients, grad, exps, scaled, residual, targets, slots)
 
 
 def _weight_gradients(
     grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, targets: SortedTargets, slots: Tensor
 ) -> Iterator[Launch]:
-    yield _target_slots(targets, slots)
     stop = len(grad)
     for tile in reversed(exps):
         classes = slice(stop - tile.shape[1], stop)
-        yield _weight_gradient(grad[classes], tile, scaled, slots=slots[classes], residual=residual)
+        yield from _weight_gradient(grad[classes], tile, scaled, slots[classes], residual, None)
         stop = classes.start
     yield from _add_target_terms([grad], targets, residual)
 
 
-def _target_slots(targets: SortedTargets, slots: Tensor) -> Launch:
-    return build_launch(
-        target_slots_kernel,
-        (triton.cdiv(len(slots), SLOT_CLASSES),),
-        None,
-        {"CLASSES": SLOT_CLASSES, **thread_options(slots.device, 4)},
-        target=targets.target,
-        slot=slots,
-        rows=len(targets.target),
-        vocab_size=len(slots),
-        ignore_index=targets.ignore_index,
-        steps=len(targets.target).bit_length(),
-    )
-
-
 def unscaled_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None) -> None:
-    run(_unscaled_weight_gradient, grad, dlogits, product.align_for_descriptor(x), gradient_scale)
-
-
-def _unscaled_weight_gradient(
-    grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None
-) -> Iterator[Launch]:
-    yield _weight_gradient(grad, dlogits, x, gradient_scale=gradient_scale)
+    run(_weight_gradient, grad, dlogits, product.align_for_descriptor(x), None, None, gradient_scale)
 
 
 def _weight_gradient(
     grad: Tensor,
     exps: Tensor,  # or gradients of logits
     scaled: Tensor,
-    *,
-    slots: Tensor | None = None,
-    residual: Tensor | None = None,
-    gradient_scale: Tensor | None = None,
-) -> Launch:
+    slots: Tensor | None,
+    residual: Tensor | None,
+    gradient_scale: Tensor | None,
+) -> Iterator[Launch]:
     programs = device_record(exps.device).multiprocessors
     options = {
         "INTERPRETED": os.environ.get("TRITON_INTERPRET") == "1", "CLASSES": WEIGHT_CLASSES, "COLS": WEIGHT_COLS,
         "DEPTH": WEIGHT_DEPTH, "GROUP": WEIGHT_GROUP, "PROGRAMS": programs, "num_stages": 3, "num_warps": 8,
     }  # fmt: skip
-    return build_launch(
+    yield build_launch(
         weight_gradient_kernel,
         (programs,),
         None,
@@ -318,8 +261,19 @@ def add_target_terms(grads: Sequence[Tensor], terms: TargetTerms) -> None:
 def _add_target_terms(grads: Sequence[Tensor], targets: SortedTargets, residual: Tensor | None) -> Iterator[Launch]:
     first_class = 0
     for grad in grads:
-        args = {"rows": len(targets.target), "first_class": first_class, "classes": len(grad), **targets.arguments}
         options = {"ROWS": SUM_ROWS, "BLOCK": SUM_BLOCK, "SCAN": SCAN, **thread_options(grad.device, 4)}
-        grid = len(targets.target), triton.cdiv(targets.x.shape[1], SUM_BLOCK)
-        yield build_launch(add_to_targets_kernel, grid, None, options, grad=grad, residual=residual, **args)
+        rows, hidden = len(targets.target), targets.x.shape[1]
+        yield build_launch(
+            add_to_targets_kernel,
+            (rows, triton.cdiv(hidden, SUM_BLOCK)),
+            None,
+            options,
+            grad=grad,
+            residual=residual,
+            rows=rows,
+            hidden=hidden,
+            first_class=first_class,
+            classes=len(grad),
+            **targets._asdict(),
+        )
         first_class += len(grad)
