@@ -304,7 +304,7 @@ class LazyState:
                 term.snapshot.check_unchanged(can_synchronize)
         if not self.calls:  # in a graph
             return nullcontext()
-        return gather_weights(self.calls, lambda call: call.check_unchanged(can_synchronize), self.tensors)
+        return gather_weights(self.calls, self.tensors, can_synchronize)
 
     def logits(self) -> Tensor:
         """Compute the logits as the model would have, with the same roundings."""

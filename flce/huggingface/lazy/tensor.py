@@ -257,7 +257,7 @@ class _LogitsNode(torch.autograd.Function):
         ctx.passed, ctx.zeros = [], None
         grad = run_wrapper_hooks(grad, state.calls)
         if not is_passed:
-            with gather_weights(state.calls):
+            with gather_weights(state.calls, state.tensors, can_synchronize=True):
                 leaves = [t.detach().requires_grad_(need) for t, need in zip(state.tensors, needs_grad, strict=True)]
                 with torch.enable_grad():
                     logits = state.with_tensors(iter(leaves)).logits()
