@@ -138,17 +138,16 @@ def wrap_call_method(method: Callable[..., Any], labels_slice: slice | None) -> 
 
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patch: Patch | None = getattr(self, "_flce", None)
+        if patch is None or is_exporting_or_tracing():
+            return method(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             # A caller of the model is compiled. End the caller's graph here, so that this method runs in Python and
             # can convert plain objects to tensors (see `Call`).
-            patch: Patch | None = None if is_exporting_or_tracing() else getattr(self, "_flce", None)
-            if patch is not None and not patch.running_calls:
+            if not patch.running_calls:
                 must_be_lazy = patch.always_lazy or (self.training and torch.is_grad_enabled())
                 if (must_be_lazy or find_labels(args, kwargs, labels_slice) is not None) and can_break_graph():
                     torch._dynamo.graph_break()
-            return method(self, *args, **kwargs)
-        patch = None if private.get_tracing_state() is not None else getattr(self, "_flce", None)
-        if patch is None:
             return method(self, *args, **kwargs)
         call = thread_state.entered_call
         if call is not None and call.model is self:  # `__call__` has begun this call

@@ -237,24 +237,21 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
         patch.has_vocabulary_products = has_replaced or not is_head_called or has_adapters
         return outputs
 
-    # Accelerate's mixed precision sets another `forward` on the instance. Only `__call__` of the class runs then.
-    call_methods = {
-        "forward": wrap_call_method(patched_forward, labels_slice),
-        "__call__": wrap_call_method(original.__call__, labels_slice),
+    return _wrapper_methods(original, patched_forward, labels_slice)
+
+
+def _wrapper_methods(
+    original: Any, forward: Callable[..., Any] | None = None, labels_slice: slice | None = None
+) -> dict[str, Callable[..., Any]]:
+    """Return the methods of a patched model, or of a wrapper of a model, which the compiler may compile with the model.
+
+    Accelerate's mixed precision sets another `forward` on the instance. Only `__call__` of the class runs then.
+    """
+    calls = {"forward": forward or original.forward, "__call__": original.__call__}
+    generates = [name for name in ("generate", "generate_batch") if callable(getattr(original, name, None))]
+    return {name: wrap_call_method(method, labels_slice) for name, method in calls.items()} | {
+        name: _with_stock_logits(getattr(original, name)) for name in generates
     }
-    return call_methods | _generate_methods(original)
-
-
-def _wrapper_methods(original: Any) -> dict[str, Callable[..., Any]]:
-    """Return the methods of a patched wrapper of a model. ``torch.compile`` may compile the wrapper with the model."""
-    return {
-        name: wrap_call_method(getattr(original, name), None) for name in ("forward", "__call__")
-    } | _generate_methods(original)
-
-
-def _generate_methods(original: Any) -> dict[str, Callable[..., Any]]:
-    names = [name for name in ("generate", "generate_batch") if callable(getattr(original, name, None))]
-    return {name: _with_stock_logits(getattr(original, name)) for name in names}
 
 
 def _with_stock_logits(generate: Callable[..., Any]) -> Callable[..., Any]:

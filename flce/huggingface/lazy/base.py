@@ -364,7 +364,7 @@ def without_logits(outputs: Any) -> Any:
     return type(outputs)(None if is_lazy(value) else value for value in outputs)
 
 
-# The class of lazy logits in eager mode (False) and under `torch.compile` (True). `tensor` and `graphs` set it.
+# The class of lazy logits in eager mode (False) and under `torch.compile` (True). `tensor` sets it.
 CLASS_BY_COMPILING: dict[bool, Any] = {}
 
 

@@ -1,6 +1,6 @@
 """Tables of the functions of PyTorch: the operation of each on lazy logits, and sets of functions of one kind.
 
-`dispatch` and `graphs` read these tables.
+`dispatch` and `tensor` read these tables.
 """
 
 from __future__ import annotations
