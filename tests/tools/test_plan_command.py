@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import re
@@ -204,9 +203,6 @@ def test_memory_of_training_options() -> None:
     head = 4000 * 64 * 2
     accumulated = rehearsed(BFLOAT16(1, accumulation=True), tie_word_embeddings=False).step(512, PATCHED)
     assert accumulated.parts[rehearsal.GRADIENTS] >= weights
-    frozen = rehearsed(BFLOAT16(1, frozen_head=True), tie_word_embeddings=False)
-    saved = plain.step(64, PATCHED).peak_bytes - frozen.step(64, PATCHED).peak_bytes
-    assert head * 0.9 <= saved <= head * 3
     adam = rehearsed(Training(1), tie_word_embeddings=False)
     more = adam.step(512, STOCK).peak_bytes - plain.step(512, STOCK).peak_bytes
     assert more == pytest.approx(2 * weights, rel=0.01)
@@ -222,8 +218,9 @@ def test_a_budget_of_the_loss() -> None:
     options = ChunkOptions(max_workspace_bytes=24 << 20)
     assert rehearsed(BFLOAT16(4, options=options), vocab_size=64000).step(2048, PATCHED).peak_bytes < free.peak_bytes
     steps = rehearsed(BFLOAT16(1, options=ChunkOptions(max_workspace_bytes=2 << 20)))
-    longest, obstacle = dataclasses.astuple(steps.find_longest(PATCHED, 64 << 30, start=64))
+    longest, obstacle = steps.find_longest(PATCHED, 64 << 30, start=64)
     assert longest > 64
+    assert obstacle is not None
     assert "too small" in obstacle
     with pytest.raises(StepError, match="too small"):
         steps.step(longest * 2, PATCHED)
@@ -250,14 +247,14 @@ def test_the_longest_fits_and_more_does_not(attention: str, start: int) -> None:
     available = 512 << 20
     steps = rehearsed(BFLOAT16(2), attn_implementation=attention, max_position_embeddings=1 << 20)
     for variant in (STOCK, Variant(True, True)):
-        longest = steps.find_longest(variant, memory.CONTEXT_BYTES + available, start=start).tokens
+        longest, _ = steps.find_longest(variant, memory.CONTEXT_BYTES + available, start=start)
         assert steps.step(longest, variant).peak_bytes <= available
         assert steps.step(int(longest * 1.02), variant).peak_bytes > available * memory.CLOSE_ENOUGH
 
 
 def test_nothing_fits() -> None:
     steps = rehearsed(BFLOAT16(1))
-    assert steps.find_longest(STOCK, memory.CONTEXT_BYTES + memory.LIBRARY_BYTES) == memory.LongestSequence(0, None)
+    assert steps.find_longest(STOCK, memory.CONTEXT_BYTES + memory.LIBRARY_BYTES) == (0, None)
     assert not StepMemory(100, {}, False).fits(memory.CONTEXT_BYTES + 99)
     assert StepMemory(100, {}, False).fits(memory.CONTEXT_BYTES + 100)
 
@@ -407,14 +404,12 @@ def test_a_shape() -> None:
     assert loss["stock_bytes"] == pytest.approx(10958 << 20, rel=0.01)
     less = json.loads(run("--shape", "8192,4096,128256", "--budget", "64MiB", "--json").stdout)["loss"]
     assert less["flce_bytes"] <= 64 << 20
-    frozen = json.loads(run("--shape", "8192,4096,128256", "--frozen-head", "--json").stdout)["loss"]
-    assert "2 matrix products" in frozen["plan"]
 
 
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the search of the longest sequence, which rehearses many steps."""
-    monkeypatch.setattr(TrainingMemory, "find_longest", lambda *_, **__: memory.LongestSequence(64, None))
+    monkeypatch.setattr(TrainingMemory, "find_longest", lambda *_, **__: (64, None))
 
 
 def test_a_divided_head() -> None:

@@ -39,10 +39,6 @@ MAX_VALUE_ENTRIES = 1 << 20
 _aten = torch.ops.aten
 
 
-class ValuesNeededError(RuntimeError):
-    """The model's forward depends on values of activations, which the meta device does not have."""
-
-
 class StepMeter(TorchDispatchMode):
     """A mode that counts the bytes of meta tensors by category, now and at the peak.
 
@@ -110,7 +106,7 @@ class StepMeter(TorchDispatchMode):
         try:
             result = func(*args, **kwargs)
         except NotImplementedError as error:
-            raise ValuesNeededError(f"the shape of a result of {func} depends on values of activations") from error
+            raise RuntimeError(f"the shape of a result of {func} depends on values of activations") from error
         outputs = _tensors(result)
         if self._is_on_simulated_device(inputs):
             for tensor in outputs:
@@ -172,7 +168,7 @@ class StepMeter(TorchDispatchMode):
 
     def _read_value(self, tensor: Tensor) -> Any:
         if tensor not in self._values:
-            raise ValuesNeededError("the model's forward reads the value of an activation")
+            raise RuntimeError("the model's forward reads the value of an activation")
         return self._values[tensor].item()
 
     def _check_embedding_indices(self, table: Tensor, indices: Tensor) -> None:

@@ -90,8 +90,6 @@ class Training:
     """The dtype of matrix products under ``torch.autocast``, with weights in float32; None: autocast is off."""
     optimizer: str = "adamw"
     """A key of `OPTIMIZERS`."""
-    frozen_head: bool = False
-    """True if the weight of the head, and of an embedding that is tied to it, gets no gradient."""
     accumulation: bool = False
     """True if gradients of earlier steps exist when a step begins."""
     options: ChunkOptions | None = None
@@ -133,16 +131,6 @@ class StepError(RuntimeError):
     """A model cannot run a step, or needs values to run it."""
 
 
-@dataclass(frozen=True)
-class LongestSequence:
-    """The longest sequence that fits."""
-
-    tokens: int
-    """Its length, or 0 if no length fits."""
-    obstacle: str | None
-    """The reason why a longer one cannot run, or None if the memory is the reason."""
-
-
 class TrainingMemory:
     """The memory of training steps of one model on a simulated GPU.
 
@@ -161,9 +149,6 @@ class TrainingMemory:
             if training.lora is not None:
                 add_adapters(self.model, training.lora)
         self.inputs = StepInputs(self.model)
-        head = output_embedding(self.model)
-        if training.frozen_head and head is not None:
-            head.weight.requires_grad_(False)
         if min(self.head_shape) < 1:
             vocab, hidden = self.head_shape
             raise ValueError(f"the head has V = {vocab} and H = {hidden}: expected positive numbers")
@@ -200,8 +185,9 @@ class TrainingMemory:
                 raise StepError(f"{kind} cannot run a step of {sizes}: {format_in_one_line(error)}") from error
         return self._step_cache[key]
 
-    def find_longest(self, variant: Variant, memory: int, start: int = 4096) -> LongestSequence:
-        """Return the longest sequence that fits in ``memory`` bytes.
+    def find_longest(self, variant: Variant, memory: int, start: int = 4096) -> tuple[int, str | None]:
+        """Return the length of the longest sequence that fits in ``memory`` bytes, or 0 if no length fits, and the
+        reason why a longer sequence cannot run, or None if the memory is the reason.
 
         A line through the last two lengths and peaks predicts the next length to try, after ``start``. The result is a
         length that was tried and fits. It uses 99% of the memory, or 1% more tokens do not fit or cannot be run.
@@ -224,7 +210,7 @@ class TrainingMemory:
             if low == length and peak >= CLOSE_ENOUGH * available:
                 break
             length = _next_length(tried, low, high, available)
-        return LongestSequence(low, obstacle)
+        return low, obstacle
 
     # ------------------------------------------------------------------------------------------------- one step
 
