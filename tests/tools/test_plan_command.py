@@ -202,7 +202,7 @@ def test_memory_of_training_options() -> None:
     weights = sum(p.nbytes for p in plain.model.parameters())
     head = 4000 * 64 * 2
     accumulated = rehearsed(BFLOAT16(1, accumulation=True), tie_word_embeddings=False).step(512, PATCHED)
-    assert accumulated.parts[rehearsal.GRADIENTS] >= weights
+    assert accumulated.parts["gradients"] >= weights
     adam = rehearsed(Training(1), tie_word_embeddings=False)
     more = adam.step(512, STOCK).peak_bytes - plain.step(512, STOCK).peak_bytes
     assert more == pytest.approx(2 * weights, rel=0.01)
@@ -230,13 +230,13 @@ def test_dropout_is_the_kernel_of_a_gpu() -> None:
     # The mask has one byte for each entry.
     x = torch.empty(1000, 100, dtype=torch.bfloat16, device="meta", requires_grad=True)
     meter = rehearsal.StepMeter(H200)
-    meter.track_storage(x, rehearsal.WEIGHTS, is_permanent=True)
+    meter.track_storage(x, "weights", is_permanent=True)
     with meter, rehearsal.CudaOperatorsMode():
         kept = torch.nn.functional.dropout(x, 0.1, training=True)
         again = torch.nn.functional.dropout(x, 0.1, training=False)
     assert kept.shape == x.shape
     assert again is x
-    assert meter.current[rehearsal.ACTIVATIONS] == pytest.approx(3 * x.numel(), abs=2 * rehearsal.ALLOCATION_BYTES)
+    assert meter.current["activations"] == pytest.approx(3 * x.numel(), abs=2 * rehearsal.ALLOCATION_BYTES)
 
 
 # -------------------------------------------------------------------------------------------- the longest sequence

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from flce.huggingface.estimate.language_model import output_embedding
-from flce.huggingface.estimate.rehearsal import GRADIENTS, OPTIMIZER, TEMPORARY, UNSHARDED, WEIGHTS, StepMeter
+from flce.huggingface.estimate.rehearsal import StepMeter
 
 SHARDING_KINDS = ("fsdp", "zero3")
 # DeepSpeed's defaults, in entries.
@@ -75,12 +75,12 @@ class Shards:
         self._gathered_bytes = self._bucket_bytes = self._buffer_bytes = 0
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
         share, size = sharding.share, max((p.itemsize for p in self._trained), default=0)
-        meter.add_bytes(share(self._sharded_bytes) - self._sharded_bytes, WEIGHTS)
-        meter.add_bytes(share(sum(map(self._optimizer_bytes, self._trained))), OPTIMIZER)
+        meter.add_bytes(share(self._sharded_bytes) - self._sharded_bytes, "weights")
+        meter.add_bytes(share(sum(map(self._optimizer_bytes, self._trained))), "optimizer")
         if self._zero3:
-            meter.add_bytes(REDUCE_BUCKET_SIZE * size, TEMPORARY)
+            meter.add_bytes(REDUCE_BUCKET_SIZE * size, "temporary")
         if self._zero3 or self._accumulation:
-            meter.add_bytes(share(sum(p.nbytes for p in self._trained)), GRADIENTS)
+            meter.add_bytes(share(sum(p.nbytes for p in self._trained)), "gradients")
         self.handles = [handle for unit in units for handle in self._register_hooks(unit)]
         """Handles of hooks, which the caller removes after the step."""
 
@@ -94,7 +94,7 @@ class Shards:
                 return
         size = sum(p.nbytes for p in parameters)
         if not self._zero3:
-            self._meter.add_temporary_bytes(size, TEMPORARY)  # the reduction reads one copy of all gradients
+            self._meter.add_temporary_bytes(size, "temporary")  # the reduction reads one copy of all gradients
         elif self._bucket_bytes + size > REDUCE_BUCKET_SIZE * parameter.itemsize:
             self._reduce_bucket(size)
         else:
@@ -102,7 +102,7 @@ class Shards:
         for p in parameters:
             p.grad = None
         if not (self._zero3 or self._accumulation):
-            self._meter.add_bytes(self._sharding.share(size), GRADIENTS)
+            self._meter.add_bytes(self._sharding.share(size), "gradients")
         if unit is not None:
             self._set_gathered(unit, False)
 
@@ -113,11 +113,11 @@ class Shards:
         if self._zero3:  # gradients in float32
             self._reduce_bucket(0)
             temporary += min(self._sharding.share(size), 4 * SUB_GROUP_SIZE)
-        self._meter.add_temporary_bytes(temporary, OPTIMIZER)
+        self._meter.add_temporary_bytes(temporary, "optimizer")
 
     def _reduce_bucket(self, new_bytes: int) -> None:
         """Count the reduction of DeepSpeed's bucket, which copies it, and begin a bucket with ``new_bytes`` bytes."""
-        self._meter.add_temporary_bytes(self._bucket_bytes, TEMPORARY)
+        self._meter.add_temporary_bytes(self._bucket_bytes, "temporary")
         self._bucket_bytes = new_bytes
 
     def _optimizer_bytes(self, parameter: Tensor) -> int:
@@ -159,9 +159,9 @@ class Shards:
         # FSDP gathers the next layer, of the same size, at the same time.
         size = unit.size if self._zero3 or unit.stays_gathered else 2 * unit.size
         self._gathered_bytes += size if gathered else -size
-        self._meter.add_bytes(self._bytes_of_gathered - before, UNSHARDED)
+        self._meter.add_bytes(self._bytes_of_gathered - before, "unsharded")
         if gathered and not self._zero3:  # It frees the buffer of a gather, whose contents it copies, after the next.
-            self._meter.add_temporary_bytes(self._buffer_bytes, UNSHARDED)
+            self._meter.add_temporary_bytes(self._buffer_bytes, "unsharded")
             self._buffer_bytes = unit.size if unit.stays_gathered else 0
 
     @property

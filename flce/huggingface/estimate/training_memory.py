@@ -11,7 +11,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -29,17 +29,7 @@ from flce.huggingface.estimate.language_model import (
     output_embedding,
     quantize_linear_layers,
 )
-from flce.huggingface.estimate.rehearsal import (
-    ACTIVATIONS,
-    CATEGORIES,
-    GRADIENTS,
-    LOSS,
-    OPTIMIZER,
-    TEMPORARY,
-    WEIGHTS,
-    CudaOperatorsMode,
-    StepMeter,
-)
+from flce.huggingface.estimate.rehearsal import Category, CudaOperatorsMode, StepMeter
 from flce.huggingface.estimate.sharding import Sharding, Shards
 from flce.huggingface.patch import patch_model, report, unpatch_model
 from flce.planning.device_kinds import DescribedDevice
@@ -235,7 +225,7 @@ class TrainingMemory:
 
         @contextlib.contextmanager
         def recomputation() -> Iterator[None]:
-            previous, self._meter.category = self._meter.category, ACTIVATIONS
+            previous, self._meter.category = self._meter.category, "activations"
             try:  # PyTorch ends a recomputation early by an exception
                 with CudaOperatorsMode(self.training.autocast):
                     yield
@@ -255,18 +245,18 @@ class TrainingMemory:
             self._shards = Shards(model, training.sharding, meter, optimizer.state_bytes, training.accumulation)
             handles += self._shards.handles
         else:
-            meter.add_bytes(sum(map(optimizer.state_bytes, trained)), OPTIMIZER)
+            meter.add_bytes(sum(map(optimizer.state_bytes, trained)), "optimizer")
         for tensor in (*model.parameters(), *model.buffers()):
-            meter.track_storage(tensor, WEIGHTS, is_permanent=True)
-        meter.add_bytes(LIBRARY_BYTES, TEMPORARY)
+            meter.track_storage(tensor, "weights", is_permanent=True)
+        meter.add_bytes(LIBRARY_BYTES, "temporary")
         inputs, values = self.inputs.tensors(training.batch_size, length)
         for name, value in values.items():
-            meter.track_storage(inputs[name], ACTIVATIONS)
+            meter.track_storage(inputs[name], "activations")
             meter.set_value(inputs[name], value)
         if training.accumulation and self._shards is None:
             for p in trained:
                 p.grad = torch.empty_like(p)
-                meter.track_storage(p.grad, GRADIENTS)
+                meter.track_storage(p.grad, "gradients")
         handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trained]
         head = output_embedding(self.model)
         if head is not None:
@@ -275,32 +265,34 @@ class TrainingMemory:
             with meter:
                 with CudaOperatorsMode(training.autocast):
                     loss = model(**inputs).loss
-                if meter.category == ACTIVATIONS:  # `_on_loss_begin` did not run, because no layer computes the logits
-                    meter.category = TEMPORARY
+                if (
+                    meter.category == "activations"
+                ):  # `_on_loss_begin` did not run, because no layer computes the logits
+                    meter.category = "temporary"
                 torch.autograd.backward([loss])
             if self._shards is None:
-                meter.add_temporary_bytes(optimizer.copies * sum(p.nbytes for p in trained), OPTIMIZER)
+                meter.add_temporary_bytes(optimizer.copies * sum(p.nbytes for p in trained), "optimizer")
             else:
                 self._shards.step(optimizer.copies)
         finally:
             for handle in handles:
                 handle.remove()
             model.zero_grad(set_to_none=True)
-        parts = {category: meter.peak[category] for category in CATEGORIES}
+        parts = {category: meter.peak[category] for category in get_args(Category)}
         return StepMemory(meter.peak_bytes, parts, fused=report(model).fused > 0)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._meter.track_storage(parameter.grad, GRADIENTS)
+            self._meter.track_storage(parameter.grad, "gradients")
             if self._shards is not None:
                 self._shards.on_gradient(parameter)
 
     def _on_loss_begin(self, head: nn.Module, args: tuple[Any, ...]) -> None:
         """Count new storages as loss: from the call of the head until backward has computed its input's gradient."""
-        self._meter.category = LOSS
+        self._meter.category = "loss"
 
         def on_loss_end(grad: Tensor) -> None:
-            self._meter.category = TEMPORARY
+            self._meter.category = "temporary"
 
         if args and args[0].requires_grad:
             args[0].register_hook(on_loss_end)
@@ -343,7 +335,7 @@ def stock_loss_bytes(num_tokens: int, hidden_size: int, vocab_size: int, dtype: 
     hidden, weight = meta_matrix(num_tokens, True), meta_matrix(vocab_size, weight_grad)
     target = torch.empty(num_tokens, dtype=torch.int64, device="meta")
     for tensor in (hidden, weight, target):
-        meter.track_storage(tensor, WEIGHTS, is_permanent=True)
+        meter.track_storage(tensor, "weights", is_permanent=True)
     input_bytes = meter.peak_bytes
     with meter:
         F.cross_entropy(F.linear(hidden, weight).float(), target).backward()
