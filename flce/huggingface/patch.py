@@ -48,16 +48,7 @@ from flce.huggingface.model_call import (
     wrap_call_method,
 )
 from flce.huggingface.staleness import optimizer_steps
-from flce.huggingface.usage import (
-    COMPILED_DTENSOR,
-    DIVIDED_DIFFERENTLY,
-    EVALUATION,
-    HEAD_NOT_CALLED,
-    LINEAR_REPLACED,
-    Report,
-    Usage,
-    format_unpatched,
-)
+from flce.huggingface.usage import COMPILED_DTENSOR, EVALUATION, Report, Usage, format_unpatched
 from flce.huggingface.wrappers import is_partitioned, reason_wrapper_not_lazy
 from flce.ops.arguments import names_replacements
 from flce.ops.vocabulary_parallel import is_dtensor
@@ -108,7 +99,7 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
         if is_dtensor(weight):
             if is_dtensor(input) and is_divided(weight, bias):
                 return _lazy_divided_logits(self, patch, (weight, bias), input, weight, bias)
-            reason = DIVIDED_DIFFERENTLY
+            reason = "the head's weight is a DTensor, and it or its bias is not Shard(0) on a mesh of one dimension"
         model = thread_state.running_model
         reason = reason_wrapper_not_lazy(model, weight) or reason
         if reason is not None:
@@ -162,8 +153,12 @@ def _patch_instance_forward(head: Any) -> None:
         finally:
             thread_state.head_in_mode = previous
         if not mode.replaced:
-            patch.refuse_stock(LINEAR_REPLACED)
-            patch.usage.count_stock(logits, LINEAR_REPLACED)
+            reason = (
+                "torch.nn.functional.linear is another function, so the product of the divided head was not found. "
+                "DeepSpeed's zero.Init replaces it for the rest of the process"
+            )
+            patch.refuse_stock(reason)
+            patch.usage.count_stock(logits, reason)
         return logits
 
     divided_forward._flce_original = original  # type: ignore[attr-defined]
@@ -192,12 +187,16 @@ def _report_head_not_called(model: Any, patch: Patch, outputs: Any) -> None:
     ]
     if not real_outputs:
         return
-    patch.refuse_stock(HEAD_NOT_CALLED)
+    reason = (
+        "neither the forward of the output embedding nor a matrix product as wide as the vocabulary was called. "
+        "Another forward is set on the layer, or the model computes its loss by itself"
+    )
+    patch.refuse_stock(reason)
     trained = [value for value in real_outputs if value.requires_grad]
     if trained:
-        patch.usage.count_stock(trained[0], HEAD_NOT_CALLED)
+        patch.usage.count_stock(trained[0], reason)
         if model.training:
-            patch.usage.trained_stock_reason = HEAD_NOT_CALLED
+            patch.usage.trained_stock_reason = reason
             patch.usage.warn_if_not_fused()
 
 

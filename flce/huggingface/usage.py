@@ -14,25 +14,14 @@ from torch.utils.hooks import unserializable_hook
 from flce.core.log import WarningKey, find_caller
 from flce.core.sizes import locate_page
 
-EXPLICIT_MATERIALIZE = "materialize()"
-
 EVALUATION = (
     "the model is in eval() mode, as from_pretrained() returns it, and was called without labels. Call model.train(), "
     "or pass labels"
-)
-HEAD_NOT_CALLED = (
-    "neither the forward of the output embedding nor a matrix product as wide as the vocabulary was called. Another "
-    "forward is set on the layer, or the model computes its loss by itself"
 )
 COMPILED_DTENSOR = (
     "the compiled head is divided by tensor parallelism. Compile the layers: for layer in model.model.layers: "
     "layer.compile()"
 )
-LINEAR_REPLACED = (
-    "torch.nn.functional.linear is another function, so the product of the divided head was not found. DeepSpeed's "
-    "zero.Init replaces it for the rest of the process"
-)
-DIVIDED_DIFFERENTLY = "the head's weight is a DTensor, and it or its bias is not Shard(0) on a mesh of one dimension"
 _HEAD_BYPASSED = (
     "the head was not called. The trainer may call another kernel instead of the head, as TRL's trainers do since "
     "version 1.16 (to use flce there, call flce.huggingface.trl.install() before you create the trainer; see "

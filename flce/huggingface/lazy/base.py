@@ -18,7 +18,7 @@ from flce.core.log import find_caller
 from flce.huggingface.head_call import HeadCall, register_wrapper_hooks
 from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.staleness import StaleLogitsError, version_of
-from flce.huggingface.usage import EXPLICIT_MATERIALIZE, report_materialized
+from flce.huggingface.usage import report_materialized
 from flce.huggingface.wrappers import current_checkpoint, suspend_checkpoint
 
 
@@ -143,7 +143,7 @@ class LazyBase:
             RuntimeError: the hidden states or the head were changed since the model ran.
         """
         if self._get_real() is None and self._state.calls:
-            self._state.calls[0].usage.materialized[EXPLICIT_MATERIALIZE] += 1
+            self._state.calls[0].usage.materialized["materialize()"] += 1
             self._state.calls[0].usage.has_gradient_use |= self._state.requires_grad
         return self._materialize()
 
