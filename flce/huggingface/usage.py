@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch.utils.hooks import unserializable_hook
 
 from flce.core.log import WarningKey, find_caller
 from flce.core.sizes import locate_page
+
+if TYPE_CHECKING:
+    from flce.huggingface.lazy.state import LazyState
 
 EVALUATION = (
     "the model is in eval() mode, as from_pretrained() returns it, and was called without labels. Call model.train(), "
@@ -100,20 +103,16 @@ class Usage:
         logits.register_hook(unserializable_hook(note))
 
 
-def report_materialized(func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool) -> None:
-    """Count logits that are computed. Warn or raise `MaterializedLogitsError`, as ``on_materialize`` says.
-
-    Args:
-        func: the operation that needs the logits: a function of torch, or text.
-        on_materialize, usage: of the patched model.
-        with_gradient: whether the logits have a gradient.
-    """
-    caller, hint = find_caller(), ""
+def report_materialized(state: LazyState, func: Any) -> None:
+    """Count logits that ``func``, a function of torch or text, needs. Warn or raise `MaterializedLogitsError`, as
+    ``on_materialize`` says."""
+    caller, hint, on_materialize = find_caller(), "", state.settings.on_materialize
+    usage = state.calls[0].usage if state.calls else None
     where = f"{func if isinstance(func, str) else _qualified_name(func)} at {caller.line}"
     where += "" if caller.via is None else f" (in {caller.via})"
     if usage is not None:
         usage.materialized[where] += 1
-        usage.has_gradient_use |= with_gradient
+        usage.has_gradient_use |= state.requires_grad
     if caller.is_evaluating:
         hint = " Trainer(preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)) avoids this."
     if on_materialize == "raise":

@@ -411,16 +411,14 @@ def materialize_and_report(state: LazyState, func: Any, compute: Callable[[], Te
     """
     if torch.compiler.is_compiling():  # a graph has no frames of the caller, and a warning would end it
         return compute()
-    usage = state.calls[0].usage if state.calls else None
-    report_arguments = func, state.settings.on_materialize, usage, state.requires_grad
     if state.settings.on_materialize == "raise":
-        report_materialized(*report_arguments)
+        report_materialized(state, func)
     try:
         logits = compute()
     except StaleLogitsError:
         raise
     except Exception:  # usually out of memory: the warning names the reason
-        report_materialized(*report_arguments)
+        report_materialized(state, func)
         raise
-    report_materialized(*report_arguments)
+    report_materialized(state, func)
     return logits

@@ -79,7 +79,7 @@ class Term:
 
     @property
     def factor(self) -> float:
-        return to_normal_form(self.ops).logit_scale if self.ops else 1.0  # type: ignore[union-attr]
+        return to_normal_form(self.ops).logit_scale
 
     def map_tensors(self, function: Callable[[Tensor], Tensor], *names: str, **others: Any) -> Term:
         """Return the term with ``function`` applied to the named tensors that exist, and with other fields replaced."""
@@ -246,10 +246,7 @@ class LazyState:
 
     def with_op(self, name: str, value: Any = None) -> LazyState:
         """Return the state after one more elementwise operation. Raise NoLazyFormError if it has no normal form."""
-        fold = NORMAL_FORM_UPDATES[name].fold
-        normal_form = self.normal_form if fold is None else fold(self.normal_form, value)
-        if normal_form is None:
-            raise NoLazyFormError
+        normal_form = NORMAL_FORM_UPDATES[name].fold(self.normal_form, value)
         dtype = value if name == "to" else self.dtype
         return replace(self, ops=(*self.ops, (name, value)), normal_form=normal_form, dtype=dtype)
 

@@ -28,7 +28,6 @@ def class_values(state: LazyState, index: Tensor) -> Tensor:
     require_lazy(not state.normal_form.form.startswith("weighted"))
     first, dtype = next((i, value) for i, (name, value) in enumerate(state.ops) if name in _OPS_AFTER_LOGPROBS)
     count, normal_form = index.shape[-1], to_normal_form(state.ops[: first + 1])
-    assert normal_form is not None
     require_lazy(count <= MAX_ENTRIES)
     logits = replace(state, ops=state.ops[:first], normal_form=normal_form, dtype=dtype)
     if count == 1 and index.dim() == state.ndim:
