@@ -383,7 +383,8 @@ def unpatch_model(model: ModelT) -> ModelT:
     for module in model.modules():
         if "_flce" in module.__dict__:
             del module._flce
-            _restore_class(module)  # if the class cannot be restored: without `_flce` the methods run stock code
+            # If other code has changed the class since, it stays. Without `_flce` the methods run stock code.
+            _set_class(module, lambda other: vars(other).get("_flce_original_class", other))
             forward: Any = module.__dict__.get("forward")
             original = getattr(forward, "_flce_original", None)
             # `functools.update_wrapper` copies the attribute to a wrapper, such as Accelerate's, which must stay.
@@ -483,7 +484,7 @@ def usages_of(model: nn.Module) -> list[Usage]:
 def _apply_patch(modules: Iterable[Any], make_methods: MethodFactory, patch: Patch) -> None:
     for module in modules:
         if "_flce" not in module.__dict__:
-            _replace_class(module, make_methods)
+            _set_class(module, lambda original: _subclass_with_methods(original, make_methods))
         module.__dict__["_flce"] = patch  # replaces the patch of a layer that another patched model had before
 
 
@@ -495,22 +496,12 @@ def _patches(model: nn.Module) -> dict[str, Patch]:
 # ---------------------------------------------------------------------------------------- classes of single modules
 
 
-def _replace_class(module: nn.Module, make_methods: MethodFactory) -> None:
-    """Replace methods of ``module`` by ``make_methods(original)``. ``original`` is the class of the module.
-
-    The instance gets another ``__class__``. Tied weights, ``state_dict``, ``deepcopy``, ``pickle`` and
-    ``save_pretrained`` work as before. Wrappers that call ``model.forward`` directly call the replaced method, whereas
-    they would bypass a hook.
-    """
-    _set_class(module, lambda original: _subclass_with_methods(original, make_methods))
-
-
-def _restore_class(module: nn.Module) -> None:
-    """Undo `_replace_class`, unless other code has changed the class since."""
-    _set_class(module, lambda other: vars(other).get("_flce_original_class", other))
-
-
 def _set_class(module: Any, replacement: Callable[[Any], Any]) -> None:
+    """Set the class of ``module`` to ``replacement(class)``, and so its methods.
+
+    Tied weights, ``state_dict``, ``deepcopy``, ``pickle`` and ``save_pretrained`` work as before. Wrappers that call
+    ``model.forward`` directly call the replaced method, whereas they would bypass a hook.
+    """
     current_class: Any = type(module)
     if nn.utils.parametrize.is_parametrized(module) and any(
         name in vars(current_class) for name in module.parametrizations
