@@ -103,9 +103,6 @@ OPERATIONS[cross_entropy] = Operation(values.flce_cross_entropy, "flce.cross_ent
 # Operations on a state with a teacher. Operations on the dimensions of tokens or classes would have to change both.
 OF_DIFFERENCES = frozenset(torch_functions("mul multiply __mul__ __rmul__ neg negative __neg__ sum float to"))
 
-# Functions that expand their arguments to one shape.
-BROADCAST = frozenset(torch_functions("broadcast_tensors"))
-
 COMMUTATIVE = frozenset(torch_functions("mul multiply __mul__ add __add__"))
 
 # Within a graph, `logits - tensor` calls `__rsub__` with the tensor first. The keys are names, because the compiler
