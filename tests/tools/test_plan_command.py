@@ -24,11 +24,10 @@ from typer.testing import CliRunner
 import flce
 from benchmarks.memory import profile_memory
 from flce.core.options import ChunkOptions
-from flce.huggingface.estimate import rehearsal, sharding
+from flce.huggingface.estimate import rehearsal
 from flce.huggingface.estimate import training_memory as memory
 from flce.huggingface.estimate.language_model import Lora
-from flce.huggingface.estimate.sharding import Sharding
-from flce.huggingface.estimate.training_memory import StepError, StepMemory, Training, TrainingMemory, Variant
+from flce.huggingface.estimate.training_memory import Sharding, StepError, StepMemory, Training, TrainingMemory, Variant
 from flce.planning.device_kinds import resolve_device
 from flce.tools.cli import plan as command
 from tests.hopper import clear_device_caches, fake_h100
@@ -269,12 +268,12 @@ HEAD_BYTES = 4000 * 64 * 2  # of the full head in bfloat16, and of the full embe
 def no_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set DeepSpeed's defaults to 0. They are larger than these models."""
     for name in ("PERSISTENCE_THRESHOLD", "MAX_REUSE_DISTANCE", "PREFETCH_BUCKET_SIZE", "REDUCE_BUCKET_SIZE"):
-        monkeypatch.setattr(sharding, name, 0)
+        monkeypatch.setattr(memory, name, 0)
 
 
 @pytest.mark.usefixtures("no_defaults")
 @pytest.mark.parametrize("load_in_4bit", [False, True])
-@pytest.mark.parametrize("kind", sharding.SHARDING_KINDS)
+@pytest.mark.parametrize("kind", memory.SHARDING_KINDS)
 def test_shares_with_adapters(kind: str, load_in_4bit: bool) -> None:
     """Only adapters have gradients and a state. Frozen weights are gathered in backward, too, and freed after it."""
     pytest.importorskip("peft", reason="it is in the extra `trainers`")
@@ -294,7 +293,7 @@ def test_shares_with_adapters(kind: str, load_in_4bit: bool) -> None:
 
 @pytest.mark.usefixtures("no_defaults")
 @pytest.mark.parametrize("variant", memory.VARIANTS, ids=str)
-@pytest.mark.parametrize("kind", sharding.SHARDING_KINDS)
+@pytest.mark.parametrize("kind", memory.SHARDING_KINDS)
 def test_shares(kind: str, variant: Variant) -> None:
     """Check the parts that are constant, and the parts while the full head is gathered."""
     steps = rehearsed(Training(8, sharding=Sharding(kind, 4)), tie_word_embeddings=False)
@@ -314,10 +313,10 @@ def test_defaults_of_deepspeed() -> None:
     """Check the bucket of gradients, and weights that stay gathered: at most all weights of a small model."""
     steps = rehearsed(Training(1, sharding=Sharding("zero3", 2)), tie_word_embeddings=False)
     step = steps.step(64, PATCHED)
-    divided = sum(p.nbytes for p in steps.model.parameters() if p.numel() > sharding.PERSISTENCE_THRESHOLD)
+    divided = sum(p.nbytes for p in steps.model.parameters() if p.numel() > memory.PERSISTENCE_THRESHOLD)
     assert divided == 2 * HEAD_BYTES
     assert step.parts["unsharded"] <= divided
-    assert step.parts["temporary"] >= memory.LIBRARY_BYTES + 2 * sharding.REDUCE_BUCKET_SIZE
+    assert step.parts["temporary"] >= memory.LIBRARY_BYTES + 2 * memory.REDUCE_BUCKET_SIZE
 
 
 # ------------------------------------------------------------------------------------------------------ the command

@@ -38,7 +38,7 @@ WeightDtype = Enum("WeightDtype", {"bfloat16": "bfloat16", "float16": "float16",
 _KEYS = ("adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum", "none")
 Optimizer = Enum("Optimizer", {key: key for key in _KEYS})  # type: ignore[misc]
 """The keys of `flce.huggingface.estimate.training_memory.OPTIMIZERS`."""
-# `flce.huggingface.estimate.sharding.SHARDING_KINDS`.
+# `flce.huggingface.estimate.training_memory.SHARDING_KINDS`.
 ShardingKind = Enum("ShardingKind", {"fsdp": "fsdp", "zero3": "zero3"})
 USUAL_LENGTH = 4096
 DEFAULT_KIND = "H100"  # on a machine without a GPU
@@ -139,8 +139,7 @@ def plan(
     import flce
     from flce.huggingface.estimate import training_memory
     from flce.huggingface.estimate.language_model import AdapterError, Lora, load_config
-    from flce.huggingface.estimate.sharding import Sharding
-    from flce.huggingface.estimate.training_memory import Training, TrainingMemory
+    from flce.huggingface.estimate.training_memory import Sharding, Training, TrainingMemory
 
     weights: torch.dtype = getattr(torch, dtype.value)
     products: torch.dtype | None = None if autocast is None else getattr(torch, autocast.value)
@@ -304,8 +303,7 @@ def _plan_steps(
 def _find_smaller(measured: TrainingMemory, variant: Variant, seq_len: int, memory: int) -> dict[str, dict[str, Any]]:
     """Return the memory of a step with adapters and of a step on several GPUs, by their options."""
     from flce.huggingface.estimate.language_model import AdapterError, Lora
-    from flce.huggingface.estimate.sharding import Sharding
-    from flce.huggingface.estimate.training_memory import StepError, TrainingMemory
+    from flce.huggingface.estimate.training_memory import Sharding, StepError, TrainingMemory
 
     training, found = measured.training, {}
     lora = training.lora or Lora(16)
