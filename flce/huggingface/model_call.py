@@ -44,7 +44,7 @@ class Patch:
     """The modules of the output embedding at the last search for heads."""
     has_vocabulary_products: bool | None = None
     """True if a call may compute logits by a product as wide as the vocabulary outside of the heads, see
-    `VocabularyProductMode`. None: unknown until the next call."""
+    `ProductMode`. None: unknown until the next call."""
     is_compiled_head_called: bool = False
     """True if a head has run in a compiled graph. A graph cannot write to `thread_state`."""
     usage: Usage = field(default_factory=Usage)
@@ -120,11 +120,11 @@ class ThreadState(threading.local):
     """Ids of the patches of running models that were called with labels. Replicas of a model share one patch, and each
     replica runs in a separate thread."""
     runs_stock = False
-    """True while a head runs stock code, so that `VocabularyProductMode` leaves the head's product unchanged."""
+    """True while a head runs stock code, so that `ProductMode` leaves the head's product unchanged."""
     is_head_called = False
     """True if a head has run in the current call of a model."""
     head_in_mode: Any = None
-    """The head that runs in a `LinearProductMode`."""
+    """The head that runs in a `ProductMode`."""
     entered_call: Call | None = None
     """The call that a patched `__call__` has begun, until the `forward` of the same module runs."""
 

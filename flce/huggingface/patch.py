@@ -27,8 +27,7 @@ from flce.core.options import ChunkOptions
 from flce.huggingface.divided_head import divide_head, is_divided
 from flce.huggingface.find_heads import (
     HeadModules,
-    LinearProductMode,
-    VocabularyProductMode,
+    ProductMode,
     backbone,
     embedding_layers,
     find_heads,
@@ -74,7 +73,7 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
         else:
             thread_state.is_head_called = True
             if self is thread_state.head_in_mode:
-                return forward(self, input)  # `LinearProductMode` returns the lazy logits
+                return forward(self, input)  # `ProductMode` returns the lazy logits
         if not patch.must_return_lazy(self):
             logits = forward(self, input)
             if not compiling:
@@ -148,7 +147,8 @@ def _patch_instance_forward(head: Any) -> None:
             return logits
         previous, thread_state.head_in_mode = thread_state.head_in_mode, head
         try:
-            with LinearProductMode(functools.partial(_lazy_divided_logits, head, patch, (weight, bias))) as mode:
+            product = functools.partial(_lazy_divided_logits, head, patch, (weight, bias))
+            with ProductMode(product, only_linear=True) as mode:
                 logits = original(*args, **kwargs)
         finally:
             thread_state.head_in_mode = previous
@@ -284,18 +284,29 @@ def _find_new_heads(model: Any, patch: Patch, others: Iterable[nn.Module] = ()) 
 
 
 @skip_frame_and_callees
-def _make_product_mode(model: Any, patch: Patch) -> VocabularyProductMode | None:
-    """Return a mode that replaces vocabulary products of one call by lazy logits, or None if there are none."""
-    is_enabled = patch.has_vocabulary_products
-    if is_enabled is None:
-        # A model with a linear output embedding probably runs a head. If some of its layers are also compiled, they
-        # would be compiled twice: with the mode in the first call, and without it later. Such a model gets the mode
-        # only after a call that has not run its head.
-        is_enabled = not (
-            embedding_layers(model) and any(private.compiled_call(m) is not None for m in model.modules())
-        )
+def _make_product_mode(model: Any, patch: Patch) -> ProductMode | None:
+    """Return a mode that replaces vocabulary products of one call by lazy logits, or None if there are none.
+
+    If the output embedding has linear layers, products with parameters of other layers are not replaced.
+    """
+    if patch.has_vocabulary_products is False:
+        return None
+    layers = embedding_layers(model)
+    # A model with a linear output embedding probably runs a head. If some of its layers are also compiled, they would
+    # be compiled twice: with the mode in the first call, and without it later. Such a model gets the mode only after a
+    # call that has not run its head.
+    is_first = patch.has_vocabulary_products is None
+    if is_first and layers and any(private.compiled_call(m) is not None for m in model.modules()):
+        return None
+    sizes, heads = vocabulary_sizes(model), [layer._parameters.get("weight") for layer in layers]
 
     def lazy_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        # Products of the same inputs are logits too.
+        has_vocabulary_size = weight.shape[0] in sizes or any(hidden is other for other in mode.replaced)
+        parameter = weight if weight._base is None else weight._base
+        is_of_other_layer = isinstance(parameter, nn.Parameter) and not any(parameter is head for head in heads)
+        if not has_vocabulary_size or hidden.dim() <= 1 or (heads and is_of_other_layer):
+            return None
         # This is correct for any product: lazy logits are computed when their values are read. If the product is not
         # the logits, only the warning about that read is wrong.
         if thread_state.runs_stock or reason_not_lazy(hidden, weight, bias) is not None:
@@ -303,7 +314,8 @@ def _make_product_mode(model: Any, patch: Patch) -> VocabularyProductMode | None
         call = HeadCall(weight, bias, patch.usage, None, model)
         return make_lazy(head_state(hidden, weight, bias, patch.settings, call))
 
-    return VocabularyProductMode(model, lazy_product) if is_enabled else None
+    mode = ProductMode(lazy_product, only_linear=False)
+    return mode
 
 
 # ------------------------------------------------------------------------------------------------ public functions
