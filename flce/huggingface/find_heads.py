@@ -111,13 +111,8 @@ class HeadModules:
 
 
 def _is_patchable_linear(layer: nn.Linear) -> bool:
-    weight = _weight_parameter(layer)
+    weight = layer._parameters.get("weight")  # None for a parametrised layer, which computes its weight at each read
     return inspect.unwrap(type(layer).forward) is nn.Linear.forward and (weight is None or not is_quantised(weight))
-
-
-def _weight_parameter(layer: nn.Module) -> Tensor | None:
-    """Return the weight parameter, or None for a parametrised layer, which computes its weight at each read."""
-    return layer._parameters.get("weight")
 
 
 def _quantised_kind(head: Any) -> str | None:

@@ -96,27 +96,25 @@ def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fal
     return _not_a_view(class_values(state, index).contiguous())
 
 
-def make_reduction(is_mean: bool) -> Callable[..., Any]:
-    """Return the operation ``mean`` or ``sum`` over the vocabulary. A ``dim`` of None means all dimensions."""
-
-    def handler(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-        if isinstance(dim, (tuple, list)) and len(dim) == 1:
-            dim = dim[0]
-        is_total = dim is None and not keepdim and (is_mean or state.teacher is not None)
-        require_lazy(is_total or is_class_dim(state, dim))
-        if dtype is not None or not is_mean:
-            state = to_autocast_dtype(state) if dtype is None else to_dtype(state, dtype)
-        if state.teacher is not None:
-            value = divergences.sum_of_terms(state)
-        else:
-            value = _mean_of_tokens(state) if is_mean else _sum_of_tokens(state)
-            value = 0.0 - value if state.normal_form.is_negative else value  # a sum that is zero is +0.0 in stock
-            value = value.to(state.device, state.dtype)
-        if is_total:
-            return value.mean() if is_mean else value.sum()
-        return _with_kept_dim(value, keepdim)
-
-    return handler
+def reduction(
+    state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, is_mean: bool
+) -> Any:
+    """Compute the mean or the sum over the vocabulary. A ``dim`` of None means all dimensions."""
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    is_total = dim is None and not keepdim and (is_mean or state.teacher is not None)
+    require_lazy(is_total or is_class_dim(state, dim))
+    if dtype is not None or not is_mean:
+        state = to_autocast_dtype(state) if dtype is None else to_dtype(state, dtype)
+    if state.teacher is not None:
+        value = divergences.sum_of_terms(state)
+    else:
+        value = _mean_of_tokens(state) if is_mean else _sum_of_tokens(state)
+        value = 0.0 - value if state.normal_form.is_negative else value  # a sum that is zero is +0.0 in stock
+        value = value.to(state.device, state.dtype)
+    if is_total:
+        return value.mean() if is_mean else value.sum()
+    return _with_kept_dim(value, keepdim)
 
 
 def _sum_of_tokens(state: LazyState) -> Tensor:
