@@ -89,10 +89,6 @@ class Term:
                 others[name] = function(tensor)
         return replace(self, **others)
 
-    def with_tensors(self, tensors: Iterator[Tensor]) -> Term:
-        """Return the term with the next of other tensors, which nothing changes in place."""
-        return self.map_tensors(lambda _: next(tensors), *TENSOR_NAMES, snapshot=None)
-
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> Term:
         """Return the term after an operation on the token dimensions."""
         if self.hidden is None:
@@ -101,13 +97,6 @@ class Term:
         if snapshot is not None and hidden.untyped_storage()._cdata != self.hidden.untyped_storage()._cdata:
             snapshot = snapshot.for_copy()
         return replace(self, hidden=hidden, snapshot=snapshot)
-
-    def detach(self) -> Term:
-        return self.map_tensors(Tensor.detach, *TENSOR_NAMES)
-
-    def resolve_stand_ins(self) -> Term:
-        """Return the term with gathered ZeRO-3 parameters instead of their stand-ins."""
-        return self.map_tensors(resolve_stand_in, "weight", "bias")
 
     def with_snapshot(self) -> Term:
         """Return the term with a snapshot, and with aliases that have the present ``requires_grad`` of its tensors."""
@@ -216,11 +205,9 @@ class LazyState:
     @property
     def resolved_terms(self) -> tuple[Term, ...]:
         """The terms with gathered ZeRO-3 parameters instead of stand-ins. Read it within :meth:`gathered_weights`."""
-        return (
-            tuple([term.resolve_stand_ins() for term in self.terms])
-            if stand_in_parameters(self.tensors)
-            else self.terms
-        )
+        if not stand_in_parameters(self.tensors):
+            return self.terms
+        return tuple([term.map_tensors(resolve_stand_in, "weight", "bias") for term in self.terms])
 
     @property
     def requires_grad(self) -> bool:
@@ -258,8 +245,7 @@ class LazyState:
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> LazyState:
         """Return the state after an operation on the token dimensions, which is applied to the hidden states."""
         terms = tuple([term.with_hidden(function) for term in self.terms])
-        vectors = {name: function(vector) for name, vector in self.token_vectors.items()}
-        return replace(self, terms=terms, token_vectors=vectors, cached_results={})
+        return replace(self, terms=terms, token_vectors=self.map_token_vectors(function), cached_results={})
 
     def with_terms(self, terms: Iterable[Term], **others: Any) -> LazyState:
         """Return the state with other terms."""
@@ -269,13 +255,15 @@ class LazyState:
         return {name: function(vector) for name, vector in self.token_vectors.items()}
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
-        """Return the state with the next of other tensors, in the order of :attr:`tensors`."""
-        terms = [term.with_tensors(tensors) for term in self.terms]
+        """Return the state with the next of other tensors, which nothing changes in place, in the order of
+        :attr:`tensors`."""
+        terms = [term.map_tensors(lambda _: next(tensors), *TENSOR_NAMES, snapshot=None) for term in self.terms]
         return self.with_terms(terms, token_vectors=self.map_token_vectors(lambda _: next(tensors)))
 
     def detach(self) -> LazyState:
         token_vectors = self.map_token_vectors(lambda row: row.detach() if row.requires_grad else row)
-        return replace(self, terms=tuple([term.detach() for term in self.terms]), token_vectors=token_vectors)
+        terms = tuple([term.map_tensors(Tensor.detach, *TENSOR_NAMES) for term in self.terms])
+        return replace(self, terms=terms, token_vectors=token_vectors)
 
     def in_float32(self) -> LazyState:
         """Return the state with terms in float32, without autocast."""
