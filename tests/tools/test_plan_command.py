@@ -26,7 +26,7 @@ from benchmarks.memory import profile_memory
 from flce.core.options import ChunkOptions
 from flce.huggingface.estimate import rehearsal
 from flce.huggingface.estimate import training_memory as memory
-from flce.huggingface.estimate.language_model import Lora
+from flce.huggingface.estimate.language_model import Lora, step_inputs
 from flce.huggingface.estimate.training_memory import Sharding, StepError, StepMemory, Training, TrainingMemory, Variant
 from flce.planning.device_kinds import resolve_device
 from flce.tools.cli import plan as command
@@ -121,7 +121,7 @@ def test_real_steps(kind: str, dtype: torch.dtype, mixed: torch.dtype | None, ch
     model = type(steps.model)._from_config(model_config, dtype=dtype).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    inputs, values = steps.inputs.tensors(2, length)
+    inputs, values = step_inputs(steps.model, 2, length)
     inputs |= values
 
     def run_step() -> None:

@@ -22,13 +22,13 @@ from flce.core.device_record import UNKNOWN_DEVICE
 from flce.core.options import ChunkOptions
 from flce.huggingface.estimate.language_model import (
     Lora,
-    StepInputs,
     add_adapters,
     format_in_one_line,
     make_model,
     max_positions,
     output_embedding,
     quantize_linear_layers,
+    step_inputs,
 )
 from flce.huggingface.estimate.rehearsal import Category, CudaOperatorsMode, StepMeter
 from flce.huggingface.patch import patch_model, report, unpatch_model
@@ -124,8 +124,8 @@ class StepError(RuntimeError):
 class TrainingMemory:
     """The memory of training steps of one model on a simulated GPU.
 
-    Raises ValueError if `make_model` or `StepInputs` of `language_model.py` cannot create a model or its inputs, and
-    AdapterError if PEFT cannot add the adapters.
+    Raises ValueError if `make_model` of `language_model.py` cannot create a model, and AdapterError if PEFT cannot add
+    the adapters.
     """
 
     def __init__(self, config: Any, training: Training, device: DescribedDevice) -> None:
@@ -138,7 +138,6 @@ class TrainingMemory:
                 quantize_linear_layers(self.model)
             if training.lora is not None:
                 add_adapters(self.model, training.lora)
-        self.inputs = StepInputs(self.model)
         if min(self.head_shape) < 1:
             vocab, hidden = self.head_shape
             raise ValueError(f"the head has V = {vocab} and H = {hidden}: expected positive numbers")
@@ -249,7 +248,7 @@ class TrainingMemory:
         for tensor in (*model.parameters(), *model.buffers()):
             meter.track_storage(tensor, "weights", is_permanent=True)
         meter.add_bytes(LIBRARY_BYTES, "temporary")
-        inputs, values = self.inputs.tensors(training.batch_size, length)
+        inputs, values = step_inputs(model, training.batch_size, length)
         for name, value in values.items():
             meter.track_storage(inputs[name], "activations")
             meter.set_value(inputs[name], value)
