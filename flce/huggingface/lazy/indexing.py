@@ -23,7 +23,8 @@ def reshape(state: LazyState, *args: Any, method: Callable[..., Tensor], **kwarg
     """Apply a method such as ``view`` that changes the token dimensions. Classes stay last."""
     before = state.shape
     after = method(torch.empty(before, device="meta"), *args, **kwargs).shape  # raises PyTorch's errors
-    require_lazy(after[-1:] == before[-1:])
+    if after[-1:] != before[-1:]:
+        raise NoLazyFormError
     if method is Tensor.flatten and after == before:
         return state  # stock returns the tensor itself
     return state.with_hidden(lambda hidden: hidden.reshape(*after[:-1], hidden.shape[-1]))

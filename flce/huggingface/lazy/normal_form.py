@@ -101,13 +101,13 @@ def _multiplied(normal_form: NormalForm, number: Any) -> NormalForm:
     if normal_form.form != "logits":
         require_lazy(factor == -1.0)
         return normal_form._replace(is_negative=not normal_form.is_negative, is_clamped=False)
-    require_lazy(math.isfinite(factor) and not normal_form.has_normalizer)
     # tanh is odd, so `scale` has the sign.
     cap = None if normal_form.softcap is None else normal_form.softcap * abs(factor)
     scale, cap = (0.0, None) if cap == 0.0 else (normal_form.logit_scale * factor, cap)
     if abs(scale - 1.0) < 1e-14:  # ``x / c * c`` with a rounding error: the operator is faster without a scale
         scale = 1.0
-    require_lazy(math.isfinite(scale) and math.isfinite(cap or 0.0))
+    if normal_form.has_normalizer or not (math.isfinite(scale) and math.isfinite(cap or 0.0)):
+        raise NoLazyFormError
     return normal_form._replace(logit_scale=scale, softcap=cap, is_clamped=False)
 
 

@@ -245,7 +245,8 @@ class LazyState:
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> LazyState:
         """Return the state after an operation on the token dimensions, which is applied to the hidden states."""
         terms = tuple([term.with_hidden(function) for term in self.terms])
-        return replace(self, terms=terms, token_vectors=self.map_token_vectors(function), cached_results={})
+        vectors = {name: function(vector) for name, vector in self.token_vectors.items()}
+        return replace(self, terms=terms, token_vectors=vectors, cached_results={})
 
     def with_terms(self, terms: Iterable[Term], **others: Any) -> LazyState:
         """Return the state with other terms."""
