@@ -145,8 +145,8 @@ def wrap_call_method(method: Callable[..., Any], labels_slice: slice | None) -> 
             # A caller of the model is compiled. End the caller's graph here, so that this method runs in Python and
             # can convert plain objects to tensors (see `Call`).
             if not patch.running_calls:
-                must_be_lazy = patch.always_lazy or (self.training and torch.is_grad_enabled())
-                if (must_be_lazy or find_labels(args, kwargs, labels_slice) is not None) and can_break_graph():
+                has_labels = find_labels(args, kwargs, labels_slice) is not None
+                if (has_labels or patch.must_return_lazy(self)) and can_break_graph():
                     torch._dynamo.graph_break()
             return method(self, *args, **kwargs)
         call = thread_state.entered_call

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.core.options import ChunkOptions
-from flce.core.problem import LinearLogprobsOutput, LossSpec, accumulation_dtype
+from flce.core.problem import LossSpec, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.divided_head import HeadDivision
 from flce.huggingface.head_call import HeadCall, gather_weights
@@ -380,7 +380,7 @@ class LazyState:
     def argmax(self) -> Tensor:
         """Compute the most probable class of each token."""
         with self.gathered_weights(can_synchronize=True):
-            return self.detach().token_results("argmax").argmax.to(self.device)  # type: ignore[union-attr]
+            return self.detach().token_results("argmax").argmax.to(self.device)
 
     def fused_loss(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
         """Call :func:`flce.fused_linear_cross_entropy` for these logits. Call it within :meth:`gathered_weights`."""
@@ -392,8 +392,8 @@ class LazyState:
 
     def token_results(
         self, *outputs: str, target: Tensor | None = None, candidates: Tensor | None = None, **spec: Any
-    ) -> LinearLogprobsOutput:
-        """Call :func:`flce.linear_logprobs` for these logits, with gradients.
+    ) -> Any:
+        """Call :func:`flce.linear_logprobs` for these logits, with gradients. Its fields are tensors, or None.
 
         Results have the same bits with and without gradients, so that the ratio of two equal policies is 1.
         """
@@ -401,10 +401,7 @@ class LazyState:
             spec["temperature"] = self.token_vectors["div_row"].squeeze(-1) * spec.get("temperature", 1.0)
         spec |= {"candidates": None if candidates is None else candidates.to(self.product_device), "is_loss": False}
         with self.gathered_weights():
-            results: LinearLogprobsOutput = self._call_operator(
-                linear_logprobs, target, self.token_options, outputs=outputs, **spec
-            )
-        return results
+            return self._call_operator(linear_logprobs, target, self.token_options, outputs=outputs, **spec)
 
     @property
     def token_options(self) -> ChunkOptions | None:
@@ -441,7 +438,7 @@ class LazyState:
                     # The cache holds the vectors, so that their ids are not used again.
                     self.cached_results[key] = vectors, self.token_results("lse", "entropy")
             results = self.cached_results[key][1]
-        return results.lse, results.entropy  # type: ignore[return-value]
+        return results.lse, results.entropy
 
     def _call_operator(
         self, function: Callable[..., Any], target: Tensor | None, options: ChunkOptions | None,

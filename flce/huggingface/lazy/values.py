@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -31,13 +31,9 @@ def class_values(state: LazyState, index: Tensor) -> Tensor:
     require_lazy(count <= MAX_ENTRIES)
     logits = replace(state, ops=state.ops[:first], normal_form=normal_form, dtype=dtype)
     if count == 1 and index.dim() == state.ndim:
-        logprob = logits.token_results("logprob", target=index.squeeze(-1)).logprob
-        assert logprob is not None
-        values = logprob.unsqueeze(-1)
+        values = logits.token_results("logprob", target=index.squeeze(-1)).logprob.unsqueeze(-1)
     else:
-        candidate_logprob = logits.token_results(candidates=index).candidate_logprob
-        assert candidate_logprob is not None
-        values = candidate_logprob
+        values = logits.token_results(candidates=index).candidate_logprob
     # The values are normalised over all classes already. `+ 0.0` turns a log-probability of -0.0 into 0.0, as in stock.
     values = (values + 0.0).to(state.device, logits.dtype)
     remaining = [op for recorded in state.ops[first:] for op in _OPS_AFTER_LOGPROBS.get(recorded[0], (recorded,))]
@@ -140,7 +136,8 @@ def _mean_of_tokens(state: LazyState) -> Tensor:
             return 0.0 - state.cross_entropy(state.argmax(), reduction="none", label_smoothing=1.0, is_loss=False)
     if normal_form.softcap is not None:
         require_lazy(not (state.requires_grad and torch.is_grad_enabled()))
-        return cast(Tensor, state.token_results("mean_logit").mean_logit) - state.normalizer()
+        values: Tensor = state.token_results("mean_logit").mean_logit
+        return values - state.normalizer()
     require_lazy(state.division is None)
 
     wide = accumulation_dtype(state.weight.dtype)
