@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from torch.utils.hooks import unserializable_hook
 
 from flce.core.log import WarningKey, find_caller
 from flce.core.sizes import locate_page
-
-if TYPE_CHECKING:
-    from flce.huggingface.lazy.state import LazyState
 
 EVALUATION = (
     "the model is in eval() mode, as from_pretrained() returns it, and was called without labels. Call model.train(), "
@@ -103,9 +100,9 @@ class Usage:
         logits.register_hook(unserializable_hook(note))
 
 
-def report_materialized(state: LazyState, func: Any) -> None:
-    """Count logits that ``func``, a function of torch or text, needs. Warn or raise `MaterializedLogitsError`, as
-    ``on_materialize`` says."""
+def report_materialized(state: Any, func: Any) -> None:
+    """Count logits of a `LazyState` that ``func``, a function of torch or text, needs. Warn or raise
+    `MaterializedLogitsError`, as ``on_materialize`` says."""
     caller, hint, on_materialize = find_caller(), "", state.settings.on_materialize
     usage = state.calls[0].usage if state.calls else None
     where = f"{func if isinstance(func, str) else _qualified_name(func)} at {caller.line}"
