@@ -78,7 +78,7 @@ def predicted(case: ModelCase, patched: bool) -> int:
     training = Training(case.batch, DTYPES[case.dtype], optimizer=case.optimizer)
     estimate = TrainingMemory(AutoConfig.for_model(**models.ARCHITECTURES[case.model]), training, gpu)
     models.add_lora(estimate.model, case.lora_rank)
-    return estimate.find_longest(Variant(patched, case.checkpointing), MEMORY).tokens
+    return estimate.find_longest(Variant(patched, case.checkpointing), MEMORY)[0]
 
 
 def prepare(case: CardCase, device: torch.device) -> Prepared:

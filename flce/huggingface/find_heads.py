@@ -5,7 +5,7 @@ linear layers in the output embedding with V outputs. There may be several: adap
 the original layer and add layers to it. Heads may also be next to the output embedding, as in Medusa.
 
 Some models compute their logits in another layer or in no layer, by a vocabulary product: a matrix product with V
-outputs. `VocabularyProductMode` finds the vocabulary products in a call of the model.
+outputs. `ProductMode` finds the vocabulary products in a call of the model.
 """
 
 from __future__ import annotations
@@ -111,13 +111,8 @@ class HeadModules:
 
 
 def _is_patchable_linear(layer: nn.Linear) -> bool:
-    weight = _weight_parameter(layer)
+    weight = layer._parameters.get("weight")  # None for a parametrised layer, which computes its weight at each read
     return inspect.unwrap(type(layer).forward) is nn.Linear.forward and (weight is None or not is_quantised(weight))
-
-
-def _weight_parameter(layer: nn.Module) -> Tensor | None:
-    """Return the weight parameter, or None for a parametrised layer, which computes its weight at each read."""
-    return layer._parameters.get("weight")
 
 
 def _quantised_kind(head: Any) -> str | None:
@@ -156,7 +151,7 @@ def _reason_not_patchable(model: Any) -> str | None:
         )
     is_known_class = head is None or isinstance(head, nn.Embedding) or type(head).__module__.startswith("transformers.")
     if is_known_class and name in _language_model_class_names():
-        return None  # `VocabularyProductMode` finds the product that computes the logits in the first call
+        return None  # `ProductMode` finds the product that computes the logits in the first call
     if head is None:
         return (
             f"{name} has no output embedding (get_output_embeddings() returns None); patch the model with the "
@@ -181,19 +176,17 @@ def _language_model_class_names() -> frozenset[str]:
     return frozenset(names)
 
 
-class LinearProductMode(TorchFunctionMode):
-    """A mode that calls ``replace`` for each call of ``torch.nn.functional.linear``.
+class ProductMode(TorchFunctionMode):
+    """A mode that calls ``replace`` for each matrix product of a layer.
 
     Args:
         replace: a function of ``(hidden, weight, bias)`` that returns lazy logits, or None to compute the product.
+        only_linear: whether only calls of ``torch.nn.functional.linear`` are products, not ``matmul`` and ``einsum``.
     """
 
-    has_other_products = False
-    """True if ``matmul`` and ``einsum`` are replaced, too."""
-
-    def __init__(self, replace: Callable[..., Any]) -> None:
+    def __init__(self, replace: Callable[..., Any], only_linear: bool) -> None:
         super().__init__()
-        self._replace = replace
+        self._replace, self._only_linear = replace, only_linear
         self.replaced: list[Tensor] = []
         """Inputs of replaced products."""
 
@@ -201,37 +194,12 @@ class LinearProductMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # A function that replaces `linear` may compute other products in an autograd function.
-        product = _match_linear(func, args, kwargs) if func is F.linear or self.has_other_products else None
+        product = _match_linear(func, args, kwargs) if func is F.linear or not self._only_linear else None
         logits = None if product is None else self._replace(*product)
         if product is None or logits is None:
             return func(*args, **kwargs)
         self.replaced.append(product[0])
         return logits
-
-
-class VocabularyProductMode(LinearProductMode):
-    """A mode that calls ``replace`` for each vocabulary product of a running model.
-
-    Args:
-        model: the running model. If its output embedding has linear layers, products with parameters of other layers
-            are not replaced.
-        replace: as of `LinearProductMode`.
-    """
-
-    has_other_products = True
-
-    def __init__(self, model: Any, replace: Callable[..., Any]) -> None:
-        super().__init__(lambda *product: replace(*product) if self._is_vocabulary_product(*product[:2]) else None)
-        self._sizes = vocabulary_sizes(model)
-        self._heads = [_weight_parameter(layer) for layer in embedding_layers(model)]
-
-    def _is_vocabulary_product(self, hidden: Tensor, weight: Tensor) -> bool:
-        # Products of the same inputs are logits too.
-        has_vocabulary_size = weight.shape[0] in self._sizes or any(hidden is other for other in self.replaced)
-        parameter = weight if weight._base is None else weight._base
-        is_of_other_layer = isinstance(parameter, nn.Parameter) and not any(parameter is head for head in self._heads)
-        is_plain = type(hidden) is Tensor and hidden.dim() > 1
-        return has_vocabulary_size and is_plain and not (self._heads and is_of_other_layer)
 
 
 def _match_linear(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:

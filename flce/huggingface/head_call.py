@@ -13,7 +13,8 @@ import copy
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,6 @@ from flce.huggingface.wrappers import (
     is_gathered,
     is_partitioned,
     stand_in_parameters,
-    unsharded,
 )
 from flce.ops.arguments import autocast_dtype
 from flce.torch_ops import is_exported, is_in_forward_ad, is_transformed
@@ -115,12 +115,6 @@ class HeadCall:
             yield hook
             yield from call.all_hooks()
 
-    def on_backward_begin(self) -> None:
-        """Note that a gradient has arrived."""
-        self.has_backward_begun = True
-        if self._wrapper_copy is not None:
-            self._wrapper_copy[1].on_backward_begin()
-
     @property
     def is_outside_checkpoint(self) -> bool:
         """True if the running code is within a checkpoint and the call was outside of it."""
@@ -135,12 +129,12 @@ class HeadCall:
 
     def may_be_changed_by(self, optimizer: Optimizer) -> bool:
         """Return True if a step of ``optimizer`` may change the weight or the bias."""
-        layer, *_ = unshard_arguments = self.unshard_arguments()
+        layer = None if self._layer is None else self._layer()
         own = () if layer is None else tuple(layer.parameters(recurse=False))
         is_registered = all(any(_base_or_self(w.parameter) is parameter for parameter in own) for w in self._snapshots)
         trained = [_base_or_self(w.parameter) for w in self._snapshots if w.parameter.requires_grad]
         # An unsharded parameter is itself in the groups of the optimizer that changes it. Shards are other tensors.
-        if is_registered and not self.partitioned_parameters and fsdp2_unit(*unshard_arguments) is None:
+        if is_registered and not self.partitioned_parameters and self.fsdp2_unit() is None:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             trained = [parameter for parameter in trained if id(parameter) in held]
         return bool(trained)
@@ -153,11 +147,10 @@ class HeadCall:
         for snapshot in self._snapshots:
             snapshot.check_unchanged(can_synchronize or self.has_backward_begun or stepped)
 
-    def unshard_arguments(self) -> tuple[nn.Module | None, nn.Module | None, Iterator[Hook]]:
-        """Return the arguments of `unsharded`: the layer and the model (None if freed), and the hooks."""
-        layer = None if self._layer is None else self._layer()
-        model = None if self._model is None else self._model()
-        return layer, model, self.all_hooks()
+    def fsdp2_unit(self) -> Any:
+        """Return the innermost FSDP2 unit that contains the layer, or None."""
+        layer, model = [None if ref is None else ref() for ref in (self._layer, self._model)]
+        return fsdp2_unit(layer, model, self.all_hooks())
 
 
 def _base_or_self(tensor: Tensor) -> Tensor:
@@ -168,11 +161,9 @@ def _base_or_self(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def gather_weights(
-    calls: Sequence[HeadCall], check: Callable[[HeadCall], None] | None = None, tensors: Sequence[Tensor] = ()
-) -> Iterator[None]:
+def gather_weights(calls: Sequence[HeadCall], tensors: Sequence[Tensor], can_synchronize: bool) -> Iterator[None]:
     """Gather weights of ``calls`` that FSDP or ZeRO-3 has freed, and parameters of stand-ins among ``tensors``. Free
-    them at the end. ``check`` is called with each call after its weights are gathered."""
+    them at the end. Raise `StaleLogitsError` if a weight cannot be gathered or has changed."""
     parameters = (*stand_in_parameters(tensors), *(p for call in calls for p in call.partitioned_parameters))
     missing = {id(p): p for p in parameters if not is_gathered(p)}
     with contextlib.ExitStack() as stack:
@@ -180,15 +171,16 @@ def gather_weights(
             stack.enter_context(sys.modules["deepspeed"].zero.GatheredParameters(list(missing.values())))
         for call in calls:
             if call.is_freed():
-                stack.enter_context(unsharded(*call.unshard_arguments()))
-                if check is not None and call.is_freed():
+                unit = call.fsdp2_unit()
+                if unit is None:
                     raise StaleLogitsError(
                         "these lazy logits can no longer be computed: the wrapper that shards the head has freed its "
                         "weight. Compute the loss, or call outputs.logits.materialize(), within the model's forward or "
                         "right after it."
                     )
-            if check is not None:
-                check(call)
+                unit.unshard()
+                stack.callback(unit.reshard)
+            call.check_unchanged(can_synchronize)
         yield
 
 
@@ -215,7 +207,7 @@ def register_wrapper_hooks(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:
 def run_wrapper_hooks(grad: Tensor, calls: Sequence[HeadCall]) -> Tensor:
     """Return the gradient after the wrappers' hooks. Of several hooks with the same `hook_identity`, one runs."""
     for call in calls:
-        call.on_backward_begin()
+        call.has_backward_begun = True
     for hook in {hook_identity(hook): hook for call in calls for hook in call.all_hooks()}.values():
         result = hook(grad)
         grad = grad if result is None else result

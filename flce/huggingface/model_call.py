@@ -44,7 +44,7 @@ class Patch:
     """The modules of the output embedding at the last search for heads."""
     has_vocabulary_products: bool | None = None
     """True if a call may compute logits by a product as wide as the vocabulary outside of the heads, see
-    `VocabularyProductMode`. None: unknown until the next call."""
+    `ProductMode`. None: unknown until the next call."""
     is_compiled_head_called: bool = False
     """True if a head has run in a compiled graph. A graph cannot write to `thread_state`."""
     usage: Usage = field(default_factory=Usage)
@@ -120,11 +120,11 @@ class ThreadState(threading.local):
     """Ids of the patches of running models that were called with labels. Replicas of a model share one patch, and each
     replica runs in a separate thread."""
     runs_stock = False
-    """True while a head runs stock code, so that `VocabularyProductMode` leaves the head's product unchanged."""
+    """True while a head runs stock code, so that `ProductMode` leaves the head's product unchanged."""
     is_head_called = False
     """True if a head has run in the current call of a model."""
     head_in_mode: Any = None
-    """The head that runs in a `LinearProductMode`."""
+    """The head that runs in a `ProductMode`."""
     entered_call: Call | None = None
     """The call that a patched `__call__` has begun, until the `forward` of the same module runs."""
 
@@ -138,17 +138,16 @@ def wrap_call_method(method: Callable[..., Any], labels_slice: slice | None) -> 
 
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patch: Patch | None = getattr(self, "_flce", None)
+        if patch is None or is_exporting_or_tracing():
+            return method(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             # A caller of the model is compiled. End the caller's graph here, so that this method runs in Python and
             # can convert plain objects to tensors (see `Call`).
-            patch: Patch | None = None if is_exporting_or_tracing() else getattr(self, "_flce", None)
-            if patch is not None and not patch.running_calls:
-                must_be_lazy = patch.always_lazy or (self.training and torch.is_grad_enabled())
-                if (must_be_lazy or find_labels(args, kwargs, labels_slice) is not None) and can_break_graph():
+            if not patch.running_calls:
+                has_labels = find_labels(args, kwargs, labels_slice) is not None
+                if (has_labels or patch.must_return_lazy(self)) and can_break_graph():
                     torch._dynamo.graph_break()
-            return method(self, *args, **kwargs)
-        patch = None if private.get_tracing_state() is not None else getattr(self, "_flce", None)
-        if patch is None:
             return method(self, *args, **kwargs)
         call = thread_state.entered_call
         if call is not None and call.model is self:  # `__call__` has begun this call

@@ -27,8 +27,7 @@ from flce.core.options import ChunkOptions
 from flce.huggingface.divided_head import divide_head, is_divided
 from flce.huggingface.find_heads import (
     HeadModules,
-    LinearProductMode,
-    VocabularyProductMode,
+    ProductMode,
     backbone,
     embedding_layers,
     find_heads,
@@ -48,16 +47,7 @@ from flce.huggingface.model_call import (
     wrap_call_method,
 )
 from flce.huggingface.staleness import optimizer_steps
-from flce.huggingface.usage import (
-    COMPILED_DTENSOR,
-    DIVIDED_DIFFERENTLY,
-    EVALUATION,
-    HEAD_NOT_CALLED,
-    LINEAR_REPLACED,
-    Report,
-    Usage,
-    format_unpatched,
-)
+from flce.huggingface.usage import COMPILED_DTENSOR, EVALUATION, Report, Usage, format_unpatched
 from flce.huggingface.wrappers import is_partitioned, reason_wrapper_not_lazy
 from flce.ops.arguments import names_replacements
 from flce.ops.vocabulary_parallel import is_dtensor
@@ -83,7 +73,7 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
         else:
             thread_state.is_head_called = True
             if self is thread_state.head_in_mode:
-                return forward(self, input)  # `LinearProductMode` returns the lazy logits
+                return forward(self, input)  # `ProductMode` returns the lazy logits
         if not patch.must_return_lazy(self):
             logits = forward(self, input)
             if not compiling:
@@ -108,7 +98,7 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
         if is_dtensor(weight):
             if is_dtensor(input) and is_divided(weight, bias):
                 return _lazy_divided_logits(self, patch, (weight, bias), input, weight, bias)
-            reason = DIVIDED_DIFFERENTLY
+            reason = "the head's weight is a DTensor, and it or its bias is not Shard(0) on a mesh of one dimension"
         model = thread_state.running_model
         reason = reason_wrapper_not_lazy(model, weight) or reason
         if reason is not None:
@@ -157,13 +147,18 @@ def _patch_instance_forward(head: Any) -> None:
             return logits
         previous, thread_state.head_in_mode = thread_state.head_in_mode, head
         try:
-            with LinearProductMode(functools.partial(_lazy_divided_logits, head, patch, (weight, bias))) as mode:
+            product = functools.partial(_lazy_divided_logits, head, patch, (weight, bias))
+            with ProductMode(product, only_linear=True) as mode:
                 logits = original(*args, **kwargs)
         finally:
             thread_state.head_in_mode = previous
         if not mode.replaced:
-            patch.refuse_stock(LINEAR_REPLACED)
-            patch.usage.count_stock(logits, LINEAR_REPLACED)
+            reason = (
+                "torch.nn.functional.linear is another function, so the product of the divided head was not found. "
+                "DeepSpeed's zero.Init replaces it for the rest of the process"
+            )
+            patch.refuse_stock(reason)
+            patch.usage.count_stock(logits, reason)
         return logits
 
     divided_forward._flce_original = original  # type: ignore[attr-defined]
@@ -192,12 +187,16 @@ def _report_head_not_called(model: Any, patch: Patch, outputs: Any) -> None:
     ]
     if not real_outputs:
         return
-    patch.refuse_stock(HEAD_NOT_CALLED)
+    reason = (
+        "neither the forward of the output embedding nor a matrix product as wide as the vocabulary was called. "
+        "Another forward is set on the layer, or the model computes its loss by itself"
+    )
+    patch.refuse_stock(reason)
     trained = [value for value in real_outputs if value.requires_grad]
     if trained:
-        patch.usage.count_stock(trained[0], HEAD_NOT_CALLED)
+        patch.usage.count_stock(trained[0], reason)
         if model.training:
-            patch.usage.trained_stock_reason = HEAD_NOT_CALLED
+            patch.usage.trained_stock_reason = reason
             patch.usage.warn_if_not_fused()
 
 
@@ -237,24 +236,21 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
         patch.has_vocabulary_products = has_replaced or not is_head_called or has_adapters
         return outputs
 
-    # Accelerate's mixed precision sets another `forward` on the instance. Only `__call__` of the class runs then.
-    call_methods = {
-        "forward": wrap_call_method(patched_forward, labels_slice),
-        "__call__": wrap_call_method(original.__call__, labels_slice),
+    return _wrapper_methods(original, patched_forward, labels_slice)
+
+
+def _wrapper_methods(
+    original: Any, forward: Callable[..., Any] | None = None, labels_slice: slice | None = None
+) -> dict[str, Callable[..., Any]]:
+    """Return the methods of a patched model, or of a wrapper of a model, which the compiler may compile with the model.
+
+    Accelerate's mixed precision sets another `forward` on the instance. Only `__call__` of the class runs then.
+    """
+    calls = {"forward": forward or original.forward, "__call__": original.__call__}
+    generates = [name for name in ("generate", "generate_batch") if callable(getattr(original, name, None))]
+    return {name: wrap_call_method(method, labels_slice) for name, method in calls.items()} | {
+        name: _with_stock_logits(getattr(original, name)) for name in generates
     }
-    return call_methods | _generate_methods(original)
-
-
-def _wrapper_methods(original: Any) -> dict[str, Callable[..., Any]]:
-    """Return the methods of a patched wrapper of a model. ``torch.compile`` may compile the wrapper with the model."""
-    return {
-        name: wrap_call_method(getattr(original, name), None) for name in ("forward", "__call__")
-    } | _generate_methods(original)
-
-
-def _generate_methods(original: Any) -> dict[str, Callable[..., Any]]:
-    names = [name for name in ("generate", "generate_batch") if callable(getattr(original, name, None))]
-    return {name: _with_stock_logits(getattr(original, name)) for name in names}
 
 
 def _with_stock_logits(generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,12 +271,12 @@ def _with_stock_logits(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @skip_frame_and_callees
-def _find_new_heads(model: Any, patch: Patch) -> None:
-    """Patch heads that were added since the last call."""
+def _find_new_heads(model: Any, patch: Patch, others: Iterable[nn.Module] = ()) -> None:
+    """Patch heads that were added since the last search, also among ``others``."""
     embedding = model.get_output_embeddings()
     if patch.head_modules is None or not patch.head_modules.still_match(embedding, patch):
         # Resizing the vocabulary replaces the head, and adapters add linear layers to it.
-        heads = find_heads(model)
+        heads = find_heads(model, others)
         _apply_patch(heads, _head_methods, patch)
         patch.head_modules, patch.has_vocabulary_products = HeadModules(embedding, heads), None
     for head in patch.head_modules.heads():  # tensor parallelism may be applied after `patch_model`
@@ -288,18 +284,29 @@ def _find_new_heads(model: Any, patch: Patch) -> None:
 
 
 @skip_frame_and_callees
-def _make_product_mode(model: Any, patch: Patch) -> VocabularyProductMode | None:
-    """Return a mode that replaces vocabulary products of one call by lazy logits, or None if there are none."""
-    is_enabled = patch.has_vocabulary_products
-    if is_enabled is None:
-        # A model with a linear output embedding probably runs a head. If some of its layers are also compiled, they
-        # would be compiled twice: with the mode in the first call, and without it later. Such a model gets the mode
-        # only after a call that has not run its head.
-        is_enabled = not (
-            embedding_layers(model) and any(private.compiled_call(m) is not None for m in model.modules())
-        )
+def _make_product_mode(model: Any, patch: Patch) -> ProductMode | None:
+    """Return a mode that replaces vocabulary products of one call by lazy logits, or None if there are none.
+
+    If the output embedding has linear layers, products with parameters of other layers are not replaced.
+    """
+    if patch.has_vocabulary_products is False:
+        return None
+    layers = embedding_layers(model)
+    # A model with a linear output embedding probably runs a head. If some of its layers are also compiled, they would
+    # be compiled twice: with the mode in the first call, and without it later. Such a model gets the mode only after a
+    # call that has not run its head.
+    is_first = patch.has_vocabulary_products is None
+    if is_first and layers and any(private.compiled_call(m) is not None for m in model.modules()):
+        return None
+    sizes, heads = vocabulary_sizes(model), [layer._parameters.get("weight") for layer in layers]
 
     def lazy_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        # Products of the same inputs are logits too.
+        has_vocabulary_size = weight.shape[0] in sizes or any(hidden is other for other in mode.replaced)
+        parameter = weight if weight._base is None else weight._base
+        is_of_other_layer = isinstance(parameter, nn.Parameter) and not any(parameter is head for head in heads)
+        if not has_vocabulary_size or hidden.dim() <= 1 or (heads and is_of_other_layer):
+            return None
         # This is correct for any product: lazy logits are computed when their values are read. If the product is not
         # the logits, only the warning about that read is wrong.
         if thread_state.runs_stock or reason_not_lazy(hidden, weight, bias) is not None:
@@ -307,7 +314,8 @@ def _make_product_mode(model: Any, patch: Patch) -> VocabularyProductMode | None
         call = HeadCall(weight, bias, patch.usage, None, model)
         return make_lazy(head_state(hidden, weight, bias, patch.settings, call))
 
-    return VocabularyProductMode(model, lazy_product) if is_enabled else None
+    mode = ProductMode(lazy_product, only_linear=False)
+    return mode
 
 
 # ------------------------------------------------------------------------------------------------ public functions
@@ -368,10 +376,8 @@ def patch_model(
             _apply_patch([language_model], _model_methods, patch)
             backbone(language_model).register_forward_pre_hook(patch.count_forward)
         others = modules_except(model, [*language_models, *map(model.get_submodule, unpatchable)])
-        heads = find_heads(language_model, others)
-        _apply_patch(heads, _head_methods, patch)
-        for head in heads:
-            _patch_instance_forward(head)
+        patch.head_modules = None
+        _find_new_heads(language_model, patch, others)
     if not any(model is other for other in language_models) and not type(model).__module__.startswith("torch."):
         _apply_patch([model], _wrapper_methods, patch)
     return model
@@ -387,7 +393,8 @@ def unpatch_model(model: ModelT) -> ModelT:
     for module in model.modules():
         if "_flce" in module.__dict__:
             del module._flce
-            _restore_class(module)  # if the class cannot be restored: without `_flce` the methods run stock code
+            # If other code has changed the class since, it stays. Without `_flce` the methods run stock code.
+            _set_class(module, lambda other: vars(other).get("_flce_original_class", other))
             forward: Any = module.__dict__.get("forward")
             original = getattr(forward, "_flce_original", None)
             # `functools.update_wrapper` copies the attribute to a wrapper, such as Accelerate's, which must stay.
@@ -487,7 +494,7 @@ def usages_of(model: nn.Module) -> list[Usage]:
 def _apply_patch(modules: Iterable[Any], make_methods: MethodFactory, patch: Patch) -> None:
     for module in modules:
         if "_flce" not in module.__dict__:
-            _replace_class(module, make_methods)
+            _set_class(module, lambda original: _subclass_with_methods(original, make_methods))
         module.__dict__["_flce"] = patch  # replaces the patch of a layer that another patched model had before
 
 
@@ -499,22 +506,12 @@ def _patches(model: nn.Module) -> dict[str, Patch]:
 # ---------------------------------------------------------------------------------------- classes of single modules
 
 
-def _replace_class(module: nn.Module, make_methods: MethodFactory) -> None:
-    """Replace methods of ``module`` by ``make_methods(original)``. ``original`` is the class of the module.
-
-    The instance gets another ``__class__``. Tied weights, ``state_dict``, ``deepcopy``, ``pickle`` and
-    ``save_pretrained`` work as before. Wrappers that call ``model.forward`` directly call the replaced method, whereas
-    they would bypass a hook.
-    """
-    _set_class(module, lambda original: _subclass_with_methods(original, make_methods))
-
-
-def _restore_class(module: nn.Module) -> None:
-    """Undo `_replace_class`, unless other code has changed the class since."""
-    _set_class(module, lambda other: vars(other).get("_flce_original_class", other))
-
-
 def _set_class(module: Any, replacement: Callable[[Any], Any]) -> None:
+    """Set the class of ``module`` to ``replacement(class)``, and so its methods.
+
+    Tied weights, ``state_dict``, ``deepcopy``, ``pickle`` and ``save_pretrained`` work as before. Wrappers that call
+    ``model.forward`` directly call the replaced method, whereas they would bypass a hook.
+    """
     current_class: Any = type(module)
     if nn.utils.parametrize.is_parametrized(module) and any(
         name in vars(current_class) for name in module.parametrizations

@@ -19,10 +19,6 @@ from torch.utils.hooks import RemovableHandle
 # A sample has at most 64 entries along each dimension, and at most 64 x 64 entries.
 _SAMPLE = 64
 
-_REMEDY = (
-    "Read them before that, or call outputs.logits.materialize() before it, for example in a forward hook of the model."
-)
-
 
 class StaleLogitsError(RuntimeError):
     """A tensor that lazy logits are computed from has changed since the model ran."""
@@ -87,7 +83,8 @@ class TensorSnapshot:
 
     def stale_error(self, cause: str) -> StaleLogitsError:
         return StaleLogitsError(
-            f"these lazy logits can no longer be computed: {self._name} changed {cause} since the model ran. {_REMEDY}"
+            f"these lazy logits can no longer be computed: {self._name} changed {cause} since the model ran. Read them "
+            "before that, or call outputs.logits.materialize() before it, for example in a forward hook of the model."
         )
 
 

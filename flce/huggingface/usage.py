@@ -14,25 +14,14 @@ from torch.utils.hooks import unserializable_hook
 from flce.core.log import WarningKey, find_caller
 from flce.core.sizes import locate_page
 
-EXPLICIT_MATERIALIZE = "materialize()"
-
 EVALUATION = (
     "the model is in eval() mode, as from_pretrained() returns it, and was called without labels. Call model.train(), "
     "or pass labels"
-)
-HEAD_NOT_CALLED = (
-    "neither the forward of the output embedding nor a matrix product as wide as the vocabulary was called. Another "
-    "forward is set on the layer, or the model computes its loss by itself"
 )
 COMPILED_DTENSOR = (
     "the compiled head is divided by tensor parallelism. Compile the layers: for layer in model.model.layers: "
     "layer.compile()"
 )
-LINEAR_REPLACED = (
-    "torch.nn.functional.linear is another function, so the product of the divided head was not found. DeepSpeed's "
-    "zero.Init replaces it for the rest of the process"
-)
-DIVIDED_DIFFERENTLY = "the head's weight is a DTensor, and it or its bias is not Shard(0) on a mesh of one dimension"
 _HEAD_BYPASSED = (
     "the head was not called. The trainer may call another kernel instead of the head, as TRL's trainers do since "
     "version 1.16 (to use flce there, call flce.huggingface.trl.install() before you create the trainer; see "
@@ -111,20 +100,16 @@ class Usage:
         logits.register_hook(unserializable_hook(note))
 
 
-def report_materialized(func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool) -> None:
-    """Count logits that are computed. Warn or raise `MaterializedLogitsError`, as ``on_materialize`` says.
-
-    Args:
-        func: the operation that needs the logits: a function of torch, or text.
-        on_materialize, usage: of the patched model.
-        with_gradient: whether the logits have a gradient.
-    """
-    caller, hint = find_caller(), ""
+def report_materialized(state: Any, func: Any) -> None:
+    """Count logits of a `LazyState` that ``func``, a function of torch or text, needs. Warn or raise
+    `MaterializedLogitsError`, as ``on_materialize`` says."""
+    caller, hint, on_materialize = find_caller(), "", state.settings.on_materialize
+    usage = state.calls[0].usage if state.calls else None
     where = f"{func if isinstance(func, str) else _qualified_name(func)} at {caller.line}"
     where += "" if caller.via is None else f" (in {caller.via})"
     if usage is not None:
         usage.materialized[where] += 1
-        usage.has_gradient_use |= with_gradient
+        usage.has_gradient_use |= state.requires_grad
     if caller.is_evaluating:
         hint = " Trainer(preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)) avoids this."
     if on_materialize == "raise":

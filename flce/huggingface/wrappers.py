@@ -121,23 +121,6 @@ def is_freed(weight: Tensor) -> bool:
     return weight.numel() > 0 and weight.device.type != "meta" and weight.untyped_storage().size() == 0
 
 
-@contextlib.contextmanager
-def unsharded(layer: nn.Module | None, model: nn.Module | None, hooks: Iterable[Hook]) -> Iterator[None]:
-    """Return a context in which the FSDP2 unit of ``layer`` is unsharded. Without a unit the context has no effect.
-
-    For the arguments see `fsdp2_unit`.
-    """
-    unit = fsdp2_unit(layer, model, hooks)
-    if unit is None:
-        yield
-        return
-    unit.unshard()
-    try:
-        yield
-    finally:
-        unit.reshard()
-
-
 def fsdp2_unit(layer: nn.Module | None, model: nn.Module | None, hooks: Iterable[Hook]) -> Any:
     """Return the innermost FSDP2 unit that contains ``layer``, or None.
 

@@ -131,7 +131,7 @@ def named(inner: Any, ids: Tensor, labels: Tensor | None) -> Any:
 
 
 SCRIPTS = {
-    # Only the first call runs in a `VocabularyProductMode`.
+    # Only the first call runs in a `ProductMode`.
     "a break below the head": """
         model = patch(Broken(), on_materialize="raise")
         compiled = torch.compile(model, backend="eager") if patched else model

@@ -196,7 +196,7 @@ QUIET = {
         step(), step()
         fused(2)
         note(counter.frame_count)""",
-    # `VocabularyProductMode` finds the product with and without gradients. Inference is not changed.
+    # `ProductMode` finds the product with and without gradients. Inference is not changed.
     "a product with the embedding": """
         config = transformers.PerceiverConfig(
             vocab_size=V, max_position_embeddings=9, d_model=32, d_latents=32, num_latents=8, num_blocks=1,

@@ -106,10 +106,9 @@ def test_a_model_in_the_cache(tmp_path: Path) -> None:
 def test_the_search_ends_at_the_models_limit(kind: str) -> None:
     """Check models of 64 positions: BERT's code fails beyond them, and GPT-2's embedding would on a GPU."""
     steps = training_memory(small(kind))
-    longest = steps.find_longest(PATCHED, 64 << 30, start=16)
-    assert longest.tokens == steps.positions == 64
-    assert longest.obstacle is not None
-    assert longest.obstacle == f"a {type(steps.model).__name__} has 64 positions, and 65 do not fit"
+    longest, obstacle = steps.find_longest(PATCHED, 64 << 30, start=16)
+    assert longest == steps.positions == 64
+    assert obstacle == f"a {type(steps.model).__name__} has 64 positions, and 65 do not fit"
     with pytest.raises(StepError, match="has 64 positions, and 1,024 do not fit"):
         steps.step(1024, PATCHED)
 

@@ -94,10 +94,8 @@ def test_wrong_usage(arguments: tuple[str, ...], sentence: str, tmp_path: Path) 
 def test_choices_equal_the_tables() -> None:
     """Check the copies of two tables. The command line does not import the tables, so that `--help` is fast."""
     memory = pytest.importorskip("flce.huggingface.estimate.training_memory", exc_type=ImportError)
-    from flce.huggingface.estimate import sharding
-
     assert [optimizer.value for optimizer in Optimizer] == list(memory.OPTIMIZERS)
-    assert tuple(kind.value for kind in ShardingKind) == sharding.SHARDING_KINDS
+    assert tuple(kind.value for kind in ShardingKind) == memory.SHARDING_KINDS
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:

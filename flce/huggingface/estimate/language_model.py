@@ -63,7 +63,8 @@ def format_in_one_line(error: BaseException) -> str:
 
 
 def make_model(config: Any, dtype: torch.dtype) -> Any:
-    """Return a model of a config's class, in ``train()``, on the meta device. Raise ValueError if there is none."""
+    """Return a model of a config's class, in ``train()``, on the meta device. Raise ValueError if there is none, or if
+    it expects images or sound instead of tokens."""
     import transformers
 
     names = set(getattr(config, "architectures", None) or ())
@@ -81,6 +82,8 @@ def make_model(config: Any, dtype: torch.dtype) -> Any:
     except Exception as error:  # the model's code may raise any exception for inconsistent sizes
         message = f"this config of a {config.model_type} does not define a model: {format_in_one_line(error)}"
         raise ValueError(message) from None
+    if "input_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"a {type(model).__name__} expects {model.main_input_name} instead of tokens")
     if getattr(config, "is_encoder_decoder", False):  # the model shifts labels, which needs these tokens
         for name in ("pad_token_id", "decoder_start_token_id"):
             if getattr(model.config, name, None) is None:
@@ -103,27 +106,20 @@ def max_positions(config: Any) -> int | None:
     return None
 
 
-class StepInputs:
-    """The inputs of a model in a training step. Raises ValueError if the model has no argument ``input_ids``."""
-
-    def __init__(self, model: Any) -> None:
-        config, self._arguments = model.config, inspect.signature(model.forward).parameters
-        if "input_ids" not in self._arguments:
-            raise ValueError(f"a {type(model).__name__} expects {model.main_input_name} instead of tokens")
-        self._token = _text_token(config)
-
-    def tensors(self, batch_size: int, length: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the arguments of a call on the meta device, and the values of the tensors among them, by name."""
-        tokens = torch.full((batch_size, length), self._token, dtype=torch.int64)
-        values = {"labels": tokens, "input_ids": tokens}
-        # Models of text and images need the type of each token.
-        names = {"token_type_ids", "mm_token_type_ids"} & self._arguments.keys()
-        values |= dict.fromkeys(sorted(names), torch.zeros_like(tokens))
-        meta_tensors = {id(value): torch.empty_like(value, device="meta") for value in values.values()}
-        arguments: dict[str, Any] = {name: meta_tensors[id(value)] for name, value in values.items()}
-        if "use_cache" in self._arguments or any(p.kind is p.VAR_KEYWORD for p in self._arguments.values()):
-            arguments["use_cache"] = False
-        return arguments, values
+def step_inputs(model: Any, batch_size: int, length: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the arguments of a call in a training step on the meta device, and the values of the tensors among them,
+    by name."""
+    parameters = inspect.signature(model.forward).parameters
+    tokens = torch.full((batch_size, length), _text_token(model.config), dtype=torch.int64)
+    values = {"labels": tokens, "input_ids": tokens}
+    # Models of text and images need the type of each token.
+    names = {"token_type_ids", "mm_token_type_ids"} & parameters.keys()
+    values |= dict.fromkeys(sorted(names), torch.zeros_like(tokens))
+    meta_tensors = {id(value): torch.empty_like(value, device="meta") for value in values.values()}
+    arguments: dict[str, Any] = {name: meta_tensors[id(value)] for name, value in values.items()}
+    if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        arguments["use_cache"] = False
+    return arguments, values
 
 
 def _text_token(config: Any) -> int:

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections import Counter
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,8 @@ from flce.core import private
 from flce.ops import linear_cross_entropy
 from flce.planning.device_kinds import DescribedDevice
 
-WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
-ACTIVATIONS, LOSS, TEMPORARY = "activations", "loss", "temporary"
-UNSHARDED = "unsharded"  # gathered shards of other GPUs
-CATEGORIES = (WEIGHTS, UNSHARDED, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, TEMPORARY)
+# Unsharded: gathered shards of other GPUs.
+Category = Literal["weights", "unsharded", "gradients", "optimizer", "activations", "loss", "temporary"]
 # CUDA's caching allocator rounds each allocation up to a multiple of this.
 ALLOCATION_BYTES = 512
 # Tensors that are computed from tokens and constants have values, because models read positions and padding masks.
@@ -37,10 +35,6 @@ ALLOCATION_BYTES = 512
 MAX_VALUE_ENTRIES = 1 << 20
 
 _aten = torch.ops.aten
-
-
-class ValuesNeededError(RuntimeError):
-    """The model's forward depends on values of activations, which the meta device does not have."""
 
 
 class StepMeter(TorchDispatchMode):
@@ -52,16 +46,16 @@ class StepMeter(TorchDispatchMode):
     def __init__(self, device: DescribedDevice, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         self.device, self.autocast = device, autocast
-        self.category = ACTIVATIONS  # the category of new storages
+        self.category: Category = "activations"  # of new storages
         self.current: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.peak_bytes = self._current_bytes = 0
-        self._sizes: dict[int, tuple[int, str]] = {}  # size and category of each storage, by its address
+        self._sizes: dict[int, tuple[int, Category]] = {}  # size and category of each storage, by its address
         self._values, self._max_value_entries = WeakIdKeyDictionary(), MAX_VALUE_ENTRIES
 
     # ------------------------------------------------------------------------------------------------- counting
 
-    def track_storage(self, tensor: Tensor, category: str | None = None, is_permanent: bool = False) -> None:
+    def track_storage(self, tensor: Tensor, category: Category | None = None, is_permanent: bool = False) -> None:
         """Count a tensor's storage until it is freed, or always if ``is_permanent``. A second call moves the storage to
         another category. ``None`` is the current category."""
         storage, category = tensor.untyped_storage(), category or self.category
@@ -78,12 +72,12 @@ class StepMeter(TorchDispatchMode):
         if not is_permanent:
             weakref.finalize(storage, self._release, key).atexit = False
 
-    def add_temporary_bytes(self, size: int, category: str | None = None) -> None:
+    def add_temporary_bytes(self, size: int, category: Category | None = None) -> None:
         """Count memory that an operation allocates in addition to its results, and frees."""
         self.add_bytes(size, category or self.category)
         self.add_bytes(-size, category or self.category)
 
-    def add_bytes(self, size: int, category: str) -> None:
+    def add_bytes(self, size: int, category: Category) -> None:
         """Count memory without a tensor."""
         self.current[category] += size
         self._current_bytes += size
@@ -110,14 +104,14 @@ class StepMeter(TorchDispatchMode):
         try:
             result = func(*args, **kwargs)
         except NotImplementedError as error:
-            raise ValuesNeededError(f"the shape of a result of {func} depends on values of activations") from error
+            raise RuntimeError(f"the shape of a result of {func} depends on values of activations") from error
         outputs = _tensors(result)
         if self._is_on_simulated_device(inputs):
             for tensor in outputs:
                 if tensor.untyped_storage()._cdata not in self._sizes:
                     self.track_storage(tensor)
         if func is _aten._scaled_dot_product_flash_attention_backward.default:
-            self.add_temporary_bytes(_flash_backward_scratch(*args), TEMPORARY)
+            self.add_temporary_bytes(_flash_backward_scratch(*args), "temporary")
         self._propagate_values(func, args, kwargs, inputs, outputs)
         return result
 
@@ -135,21 +129,21 @@ class StepMeter(TorchDispatchMode):
         result, plan = linear_cross_entropy.fake_outputs_and_plan(args, self.device)
         *_, gradients, _unit, _token_weights, _samples = result
         for tensor in _tensors(result):
-            self.track_storage(tensor, LOSS)
+            self.track_storage(tensor, "loss")
         for grad in gradients:
             if any(grad.shape == weight.shape for weight in args[1]):
-                self.track_storage(grad, GRADIENTS)
+                self.track_storage(grad, "gradients")
         # Upper bound: deferred plans allocate less in forward, but a plan has no separate figure for forward.
-        self.add_temporary_bytes(plan.workspace_bytes, LOSS)
+        self.add_temporary_bytes(plan.workspace_bytes, "loss")
         return result
 
     def _count_fused_backward(self, func: Any, args: Any) -> Any:
         args = (*args[:3], *self._apply_autocast(args[3:]))
         result = func(*args)
         for tensor in _tensors(result):
-            self.track_storage(tensor, LOSS)
+            self.track_storage(tensor, "loss")
         _, plan = linear_cross_entropy.fake_outputs_and_plan(args[3:], self.device)
-        self.add_temporary_bytes(plan.workspace_bytes, LOSS)
+        self.add_temporary_bytes(plan.workspace_bytes, "loss")
         return result
 
     def _apply_autocast(self, args: Any) -> Any:
@@ -160,7 +154,7 @@ class StepMeter(TorchDispatchMode):
         cast = [[autocast_to(t, self.autocast) for t in tensors] for tensors in (operands, weights)]
         for copy, original in zip(_tensors(cast), _tensors((operands, weights)), strict=True):
             if copy is not original:
-                self.track_storage(copy, LOSS)
+                self.track_storage(copy, "loss")
         return (*cast, *others)
 
     # --------------------------------------------------------------------------------------------------- values
@@ -172,7 +166,7 @@ class StepMeter(TorchDispatchMode):
 
     def _read_value(self, tensor: Tensor) -> Any:
         if tensor not in self._values:
-            raise ValuesNeededError("the model's forward reads the value of an activation")
+            raise RuntimeError("the model's forward reads the value of an activation")
         return self._values[tensor].item()
 
     def _check_embedding_indices(self, table: Tensor, indices: Tensor) -> None:

@@ -12,7 +12,7 @@ Two classes wrap the same state, because one kind of object does not work both i
   ``__torch_function__`` (``autograd.Function.apply``, DDP, collectives) would crash with an object that is a tensor
   only by its ``__class__``. A wrapper subclass has a ``grad_fn`` that leads to the hidden states and the head, and a
   ``__torch_dispatch__``, so this code gets right values and right gradients too.
-* `graphs.TracedLazyLogits`, under ``torch.compile``, is a plain Python object with ``__torch_function__``. The compiler
+* `tensor.TracedLazyLogits`, under ``torch.compile``, is a plain Python object with ``__torch_function__``. The compiler
   cannot create a wrapper subclass within a graph, but it can trace plain objects with ``fullgraph=True``.
 
 Each module imports only modules above it:
@@ -25,11 +25,10 @@ Each module imports only modules above it:
 | `tables` | the functions of PyTorch, each with its operation |
 | `base` | the base of both classes: views, copies, and the real logits |
 | `dispatch` | the call of a function of PyTorch with lazy logits |
-| `tensor`, `graphs` | the two classes |
+| `tensor` | the two classes |
 """
 
 from flce.huggingface.lazy.base import is_lazy, make_lazy, register_results, state_of
-from flce.huggingface.lazy.graphs import TracedLazyLogits
-from flce.huggingface.lazy.tensor import LazyLogits
+from flce.huggingface.lazy.tensor import LazyLogits, TracedLazyLogits
 
 __all__ = ["LazyLogits", "TracedLazyLogits", "is_lazy", "make_lazy", "register_results", "state_of"]

@@ -18,7 +18,7 @@ from flce.core.log import find_caller
 from flce.huggingface.head_call import HeadCall, register_wrapper_hooks
 from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.staleness import StaleLogitsError, version_of
-from flce.huggingface.usage import EXPLICIT_MATERIALIZE, report_materialized
+from flce.huggingface.usage import report_materialized
 from flce.huggingface.wrappers import current_checkpoint, suspend_checkpoint
 
 
@@ -143,7 +143,7 @@ class LazyBase:
             RuntimeError: the hidden states or the head were changed since the model ran.
         """
         if self._get_real() is None and self._state.calls:
-            self._state.calls[0].usage.materialized[EXPLICIT_MATERIALIZE] += 1
+            self._state.calls[0].usage.materialized["materialize()"] += 1
             self._state.calls[0].usage.has_gradient_use |= self._state.requires_grad
         return self._materialize()
 
@@ -364,7 +364,7 @@ def without_logits(outputs: Any) -> Any:
     return type(outputs)(None if is_lazy(value) else value for value in outputs)
 
 
-# The class of lazy logits in eager mode (False) and under `torch.compile` (True). `tensor` and `graphs` set it.
+# The class of lazy logits in eager mode (False) and under `torch.compile` (True). `tensor` sets it.
 CLASS_BY_COMPILING: dict[bool, Any] = {}
 
 
@@ -411,16 +411,14 @@ def materialize_and_report(state: LazyState, func: Any, compute: Callable[[], Te
     """
     if torch.compiler.is_compiling():  # a graph has no frames of the caller, and a warning would end it
         return compute()
-    usage = state.calls[0].usage if state.calls else None
-    report_arguments = func, state.settings.on_materialize, usage, state.requires_grad
     if state.settings.on_materialize == "raise":
-        report_materialized(*report_arguments)
+        report_materialized(state, func)
     try:
         logits = compute()
     except StaleLogitsError:
         raise
     except Exception:  # usually out of memory: the warning names the reason
-        report_materialized(*report_arguments)
+        report_materialized(state, func)
         raise
-    report_materialized(*report_arguments)
+    report_materialized(state, func)
     return logits

@@ -53,7 +53,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     operation = None if private.forward_ad._current_level >= 0 else tables.OPERATIONS.get(func)
     result = NotImplemented
-    if func in tables.BROADCAST:
+    if func is torch.broadcast_tensors:
         result = _broadcast(*args, **kwargs)
     elif args and isinstance(args[0], LazyBase):
         result = _run_on_state(args[0], func, operation, args[1:], kwargs)

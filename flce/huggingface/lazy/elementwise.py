@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -121,17 +120,13 @@ def _as_terms(state: LazyState) -> tuple[Term, ...]:
     return (replace(term, ops=(*term.ops, *state.ops)),)
 
 
-def make_softmax(name: str) -> Callable[..., Any]:
-    """Return the operation ``log_softmax`` or ``softmax``."""
-
-    def handler(
-        state: LazyState, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-    ) -> Any:
-        require_lazy(is_class_dim(state, dim))
-        state = to_autocast_dtype(state) if dtype is None else to_dtype(state, dtype)
-        return state.with_op(name, state.dtype)
-
-    return handler
+def softmax(
+    state: LazyState, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None, *, name: str
+) -> Any:
+    """Apply ``name``: "log_softmax" or "softmax"."""
+    require_lazy(is_class_dim(state, dim))
+    state = to_autocast_dtype(state) if dtype is None else to_dtype(state, dtype)
+    return state.with_op(name, state.dtype)
 
 
 def exp(state: LazyState) -> Any:
@@ -148,11 +143,6 @@ def clamp(state: LazyState, min: Any = None, max: Any = None) -> Any:
     """Clamp by the least number of the dtype, which changes only -inf, as ``torch.distributions`` does."""
     require_lazy(max is None and isinstance(min, (int, float)) and min <= torch.finfo(state.dtype).min)
     return state.with_op("clamp", min)
-
-
-def make_unary(name: str, value: Any = None) -> Callable[..., Any]:
-    """Return an operation without arguments."""
-    return lambda state: state.with_op(name, value)
 
 
 def to_dtype(state: LazyState, dtype: Any) -> LazyState:

@@ -19,19 +19,15 @@ def with_token_sizes(state: LazyState, sizes: Sequence[int]) -> LazyState:
     return state.with_hidden(lambda hidden: hidden.reshape(*sizes, hidden.shape[-1]))
 
 
-def reshaped(method: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return the operation of a method such as ``view`` that changes the token dimensions. Classes stay last."""
-
-    def handler(state: LazyState, *args: Any, **kwargs: Any) -> Any:
-        before = state.shape
-        after = method(torch.empty(before, device="meta"), *args, **kwargs).shape  # raises PyTorch's errors
-        if after[-1:] != before[-1:]:
-            raise NoLazyFormError
-        if method is Tensor.flatten and after == before:
-            return state  # stock returns the tensor itself
-        return state.with_hidden(lambda hidden: hidden.reshape(*after[:-1], hidden.shape[-1]))
-
-    return handler
+def reshape(state: LazyState, *args: Any, method: Callable[..., Tensor], **kwargs: Any) -> Any:
+    """Apply a method such as ``view`` that changes the token dimensions. Classes stay last."""
+    before = state.shape
+    after = method(torch.empty(before, device="meta"), *args, **kwargs).shape  # raises PyTorch's errors
+    if after[-1:] != before[-1:]:
+        raise NoLazyFormError
+    if method is Tensor.flatten and after == before:
+        return state  # stock returns the tensor itself
+    return state.with_hidden(lambda hidden: hidden.reshape(*after[:-1], hidden.shape[-1]))
 
 
 def transpose(state: LazyState, dim0: int, dim1: int) -> Any:

@@ -79,83 +79,90 @@ class NormalForm(NamedTuple):
 IDENTITY = NormalForm(1.0, None)
 
 
-def to_normal_form(ops: tuple[Op, ...]) -> NormalForm | None:
-    """Return the normal form of recorded operations, or None if they have none (two tanh, a factor of infinity).
+def to_normal_form(ops: tuple[Op, ...]) -> NormalForm:
+    """Return the normal form of recorded operations. Raise NoLazyFormError if they have none (two tanh, a factor of
+    infinity).
 
     Casts and copies are skipped, because flce computes in float32 (or float64) in any case. A log-softmax of
     log-probabilities is skipped, because they are normalised already.
     """
-    normal_form: NormalForm | None = IDENTITY
+    normal_form = IDENTITY
     for name, value in ops:
-        fold = NORMAL_FORM_UPDATES[name].fold
-        if normal_form is not None and fold is not None:
-            normal_form = fold(normal_form, value)
+        normal_form = NORMAL_FORM_UPDATES[name].fold(normal_form, value)
     return normal_form
 
 
-def _multiplied(normal_form: NormalForm, number: Any) -> NormalForm | None:
+def _unchanged(normal_form: NormalForm, _: Any) -> NormalForm:
+    return normal_form
+
+
+def _multiplied(normal_form: NormalForm, number: Any) -> NormalForm:
     factor = float(number)
     if normal_form.form != "logits":
-        is_negative = not normal_form.is_negative
-        return normal_form._replace(is_negative=is_negative, is_clamped=False) if factor == -1.0 else None
-    if not math.isfinite(factor) or normal_form.has_normalizer:
-        return None
+        require_lazy(factor == -1.0)
+        return normal_form._replace(is_negative=not normal_form.is_negative, is_clamped=False)
     # tanh is odd, so `scale` has the sign.
     cap = None if normal_form.softcap is None else normal_form.softcap * abs(factor)
     scale, cap = (0.0, None) if cap == 0.0 else (normal_form.logit_scale * factor, cap)
     if abs(scale - 1.0) < 1e-14:  # ``x / c * c`` with a rounding error: the operator is faster without a scale
         scale = 1.0
-    fits = math.isfinite(scale) and math.isfinite(cap or 0.0)
-    return normal_form._replace(logit_scale=scale, softcap=cap, is_clamped=False) if fits else None
+    if normal_form.has_normalizer or not (math.isfinite(scale) and math.isfinite(cap or 0.0)):
+        raise NoLazyFormError
+    return normal_form._replace(logit_scale=scale, softcap=cap, is_clamped=False)
 
 
-def _divided(normal_form: NormalForm, number: Any) -> NormalForm | None:
-    return None if number == 0 else _multiplied(normal_form, 1.0 / float(number))
+def _divided(normal_form: NormalForm, number: Any) -> NormalForm:
+    require_lazy(number != 0)
+    return _multiplied(normal_form, 1.0 / float(number))
 
 
-def _tanh(normal_form: NormalForm, _: Any) -> NormalForm | None:
-    return normal_form._replace(softcap=1.0) if normal_form.is_linear else None
+def _tanh(normal_form: NormalForm, _: Any) -> NormalForm:
+    require_lazy(normal_form.is_linear)
+    return normal_form._replace(softcap=1.0)
 
 
-def _log_softmax(normal_form: NormalForm, _: Any) -> NormalForm | None:
-    if normal_form.form == "logits" or normal_form.is_logprob:
-        return normal_form._replace(form="log-probabilities", has_normalizer=False, is_clamped=False)
-    return None
+def _log_softmax(normal_form: NormalForm, _: Any) -> NormalForm:
+    require_lazy(normal_form.form == "logits" or normal_form.is_logprob)
+    return normal_form._replace(form="log-probabilities", has_normalizer=False, is_clamped=False)
 
 
-def _softmax(normal_form: NormalForm, _: Any) -> NormalForm | None:
-    normalised = _log_softmax(normal_form, None)
-    return None if normalised is None else normalised._replace(form="probabilities")
+def _softmax(normal_form: NormalForm, _: Any) -> NormalForm:
+    return _log_softmax(normal_form, None)._replace(form="probabilities")
 
 
-def _exp(normal_form: NormalForm, _: Any) -> NormalForm | None:
-    return normal_form._replace(form="probabilities", is_clamped=False) if normal_form.is_logprob else None
+def _exp(normal_form: NormalForm, _: Any) -> NormalForm:
+    require_lazy(normal_form.is_logprob)
+    return normal_form._replace(form="probabilities", is_clamped=False)
 
 
-def _clamp(normal_form: NormalForm, _: Any) -> NormalForm | None:
-    return normal_form._replace(is_clamped=True) if normal_form.form in ("logits", "log-probabilities") else None
+def _clamp(normal_form: NormalForm, _: Any) -> NormalForm:
+    require_lazy(normal_form.form in ("logits", "log-probabilities"))
+    return normal_form._replace(is_clamped=True)
 
 
-def _divided_by_row(normal_form: NormalForm, _: Any) -> NormalForm | None:
-    fits = normal_form.form == "logits" and not normal_form.has_divisor and not normal_form.has_normalizer
-    return normal_form._replace(has_divisor=True, is_clamped=False) if fits else None
+def _divided_by_row(normal_form: NormalForm, _: Any) -> NormalForm:
+    require_lazy(normal_form.form == "logits" and not normal_form.has_divisor and not normal_form.has_normalizer)
+    return normal_form._replace(has_divisor=True, is_clamped=False)
 
 
-def _normalised_by_row(normal_form: NormalForm, _: Any) -> NormalForm | None:
-    fits = normal_form.form == "logits" and not normal_form.has_normalizer
-    return normal_form._replace(has_normalizer=True, is_clamped=False) if fits else None
+def _normalised_by_row(normal_form: NormalForm, _: Any) -> NormalForm:
+    require_lazy(normal_form.form == "logits" and not normal_form.has_normalizer)
+    return normal_form._replace(has_normalizer=True, is_clamped=False)
 
 
-def _times(normal_form: NormalForm, ops: tuple[Op, ...]) -> NormalForm | None:
+def _times(normal_form: NormalForm, ops: tuple[Op, ...]) -> NormalForm:
     """Multiply probabilities by their logits, or by their logarithms."""
     other = to_normal_form(ops)
-    if other is None:
-        return None
     weights, values = (normal_form, other) if normal_form.form == "probabilities" else (other, normal_form)
     is_same_z = weights[:2] == values[:2] and weights.has_divisor == values.has_divisor
-    if weights.form != "probabilities" or weights.is_negative or not is_same_z or values.form not in _WEIGHTED:
-        return None
+    require_lazy(weights.form == "probabilities" and not weights.is_negative and is_same_z)
+    require_lazy(values.form in _WEIGHTED)
     return values._replace(form=_WEIGHTED[values.form])
+
+
+def _times_teacher(normal_form: NormalForm, _: Any) -> NormalForm:
+    require_lazy(normal_form.form in _BY_TEACHER)
+    return normal_form._replace(form=_BY_TEACHER[normal_form.form])
 
 
 _WEIGHTED: dict[Form, Form] = {
@@ -167,9 +174,9 @@ _BY_TEACHER: dict[Form, Form] = {
 
 
 class Update(NamedTuple):
-    """An operation on the normal form (None: it only rounds or copies), and the same operation on real logits."""
+    """An operation on the normal form, which raises NoLazyFormError for a form without it, and on real logits."""
 
-    fold: Callable[[NormalForm, Any], NormalForm | None] | None
+    fold: Callable[[NormalForm, Any], NormalForm]
     replay: Callable[[Tensor, Any], Tensor]
 
 
@@ -185,12 +192,9 @@ NORMAL_FORM_UPDATES: dict[str, Update] = {
     "sub_row": Update(_normalised_by_row, torch.sub),
     "times": Update(_times, torch.mul),
     "sub_teacher": Update(lambda form, _: form._replace(form="log ratio"), torch.sub),
-    "times_teacher": Update(
-        lambda form, _: form._replace(form=_BY_TEACHER[form.form]) if form.form in _BY_TEACHER else None,
-        lambda z, teacher: z * teacher.exp(),
-    ),
-    "clone": Update(None, lambda z, _: z.clone()),
-    "to": Update(None, Tensor.to),
+    "times_teacher": Update(_times_teacher, lambda z, teacher: z * teacher.exp()),
+    "clone": Update(_unchanged, lambda z, _: z.clone()),
+    "to": Update(_unchanged, Tensor.to),
 }
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.core.options import ChunkOptions
-from flce.core.problem import LinearLogprobsOutput, LossSpec, accumulation_dtype
+from flce.core.problem import LossSpec, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.divided_head import HeadDivision
 from flce.huggingface.head_call import HeadCall, gather_weights
@@ -79,7 +79,7 @@ class Term:
 
     @property
     def factor(self) -> float:
-        return to_normal_form(self.ops).logit_scale if self.ops else 1.0  # type: ignore[union-attr]
+        return to_normal_form(self.ops).logit_scale
 
     def map_tensors(self, function: Callable[[Tensor], Tensor], *names: str, **others: Any) -> Term:
         """Return the term with ``function`` applied to the named tensors that exist, and with other fields replaced."""
@@ -89,10 +89,6 @@ class Term:
                 others[name] = function(tensor)
         return replace(self, **others)
 
-    def with_tensors(self, tensors: Iterator[Tensor]) -> Term:
-        """Return the term with the next of other tensors, which nothing changes in place."""
-        return self.map_tensors(lambda _: next(tensors), *TENSOR_NAMES, snapshot=None)
-
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> Term:
         """Return the term after an operation on the token dimensions."""
         if self.hidden is None:
@@ -101,13 +97,6 @@ class Term:
         if snapshot is not None and hidden.untyped_storage()._cdata != self.hidden.untyped_storage()._cdata:
             snapshot = snapshot.for_copy()
         return replace(self, hidden=hidden, snapshot=snapshot)
-
-    def detach(self) -> Term:
-        return self.map_tensors(Tensor.detach, *TENSOR_NAMES)
-
-    def resolve_stand_ins(self) -> Term:
-        """Return the term with gathered ZeRO-3 parameters instead of their stand-ins."""
-        return self.map_tensors(resolve_stand_in, "weight", "bias")
 
     def with_snapshot(self) -> Term:
         """Return the term with a snapshot, and with aliases that have the present ``requires_grad`` of its tensors."""
@@ -216,11 +205,9 @@ class LazyState:
     @property
     def resolved_terms(self) -> tuple[Term, ...]:
         """The terms with gathered ZeRO-3 parameters instead of stand-ins. Read it within :meth:`gathered_weights`."""
-        return (
-            tuple([term.resolve_stand_ins() for term in self.terms])
-            if stand_in_parameters(self.tensors)
-            else self.terms
-        )
+        if not stand_in_parameters(self.tensors):
+            return self.terms
+        return tuple([term.map_tensors(resolve_stand_in, "weight", "bias") for term in self.terms])
 
     @property
     def requires_grad(self) -> bool:
@@ -246,10 +233,7 @@ class LazyState:
 
     def with_op(self, name: str, value: Any = None) -> LazyState:
         """Return the state after one more elementwise operation. Raise NoLazyFormError if it has no normal form."""
-        fold = NORMAL_FORM_UPDATES[name].fold
-        normal_form = self.normal_form if fold is None else fold(self.normal_form, value)
-        if normal_form is None:
-            raise NoLazyFormError
+        normal_form = NORMAL_FORM_UPDATES[name].fold(self.normal_form, value)
         dtype = value if name == "to" else self.dtype
         return replace(self, ops=(*self.ops, (name, value)), normal_form=normal_form, dtype=dtype)
 
@@ -272,13 +256,15 @@ class LazyState:
         return {name: function(vector) for name, vector in self.token_vectors.items()}
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
-        """Return the state with the next of other tensors, in the order of :attr:`tensors`."""
-        terms = [term.with_tensors(tensors) for term in self.terms]
+        """Return the state with the next of other tensors, which nothing changes in place, in the order of
+        :attr:`tensors`."""
+        terms = [term.map_tensors(lambda _: next(tensors), *TENSOR_NAMES, snapshot=None) for term in self.terms]
         return self.with_terms(terms, token_vectors=self.map_token_vectors(lambda _: next(tensors)))
 
     def detach(self) -> LazyState:
         token_vectors = self.map_token_vectors(lambda row: row.detach() if row.requires_grad else row)
-        return replace(self, terms=tuple([term.detach() for term in self.terms]), token_vectors=token_vectors)
+        terms = tuple([term.map_tensors(Tensor.detach, *TENSOR_NAMES) for term in self.terms])
+        return replace(self, terms=terms, token_vectors=token_vectors)
 
     def in_float32(self) -> LazyState:
         """Return the state with terms in float32, without autocast."""
@@ -304,7 +290,7 @@ class LazyState:
                 term.snapshot.check_unchanged(can_synchronize)
         if not self.calls:  # in a graph
             return nullcontext()
-        return gather_weights(self.calls, lambda call: call.check_unchanged(can_synchronize), self.tensors)
+        return gather_weights(self.calls, self.tensors, can_synchronize)
 
     def logits(self) -> Tensor:
         """Compute the logits as the model would have, with the same roundings."""
@@ -394,7 +380,7 @@ class LazyState:
     def argmax(self) -> Tensor:
         """Compute the most probable class of each token."""
         with self.gathered_weights(can_synchronize=True):
-            return self.detach().token_results("argmax").argmax.to(self.device)  # type: ignore[union-attr]
+            return self.detach().token_results("argmax").argmax.to(self.device)
 
     def fused_loss(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
         """Call :func:`flce.fused_linear_cross_entropy` for these logits. Call it within :meth:`gathered_weights`."""
@@ -406,8 +392,8 @@ class LazyState:
 
     def token_results(
         self, *outputs: str, target: Tensor | None = None, candidates: Tensor | None = None, **spec: Any
-    ) -> LinearLogprobsOutput:
-        """Call :func:`flce.linear_logprobs` for these logits, with gradients.
+    ) -> Any:
+        """Call :func:`flce.linear_logprobs` for these logits, with gradients. Its fields are tensors, or None.
 
         Results have the same bits with and without gradients, so that the ratio of two equal policies is 1.
         """
@@ -415,10 +401,7 @@ class LazyState:
             spec["temperature"] = self.token_vectors["div_row"].squeeze(-1) * spec.get("temperature", 1.0)
         spec |= {"candidates": None if candidates is None else candidates.to(self.product_device), "is_loss": False}
         with self.gathered_weights():
-            results: LinearLogprobsOutput = self._call_operator(
-                linear_logprobs, target, self.token_options, outputs=outputs, **spec
-            )
-        return results
+            return self._call_operator(linear_logprobs, target, self.token_options, outputs=outputs, **spec)
 
     @property
     def token_options(self) -> ChunkOptions | None:
@@ -455,7 +438,7 @@ class LazyState:
                     # The cache holds the vectors, so that their ids are not used again.
                     self.cached_results[key] = vectors, self.token_results("lse", "entropy")
             results = self.cached_results[key][1]
-        return results.lse, results.entropy  # type: ignore[return-value]
+        return results.lse, results.entropy
 
     def _call_operator(
         self, function: Callable[..., Any], target: Tensor | None, options: ChunkOptions | None,

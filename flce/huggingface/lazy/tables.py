@@ -1,6 +1,6 @@
 """Tables of the functions of PyTorch: the operation of each on lazy logits, and sets of functions of one kind.
 
-`dispatch` and `graphs` read these tables.
+`dispatch` and `tensor` read these tables.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ class Operation(NamedTuple):
     kind: Literal["new", "elementwise", "view", "in place", "of views"] = "new"
 
 
-_cast = elementwise.to_dtype
+_cast, _reshape = elementwise.to_dtype, indexing.reshape
 # Functions that are not in this table compute the real logits: a warning is better than a wrong result.
 _TABLE: dict[str, Operation] = {
-    "view reshape": Operation(indexing.reshaped(Tensor.reshape), "Transformers: its loss of causal models", "view"),
-    "flatten": Operation(indexing.reshaped(Tensor.flatten), "training loops: tokens as rows", "view"),
-    "squeeze": Operation(indexing.reshaped(Tensor.squeeze), "verl: sequences without padding", "view"),
-    "unsqueeze": Operation(indexing.reshaped(Tensor.unsqueeze), "verl: sequences without padding", "view"),
+    "view reshape": Operation(
+        partial(_reshape, method=Tensor.reshape), "Transformers: its loss of causal models", "view"
+    ),
+    "flatten": Operation(partial(_reshape, method=Tensor.flatten), "training loops: tokens as rows", "view"),
+    "squeeze": Operation(partial(_reshape, method=Tensor.squeeze), "verl: sequences without padding", "view"),
+    "unsqueeze": Operation(partial(_reshape, method=Tensor.unsqueeze), "verl: sequences without padding", "view"),
     "transpose": Operation(indexing.transpose, "ProphetNet; loops whose loss has the classes in dimension 1", "view"),
     "split": Operation(indexing.split, "TRL: entropies, one chunk after the other", "view"),
     "chunk": Operation(indexing.chunk, "Axolotl: a loss in chunks", "view"),
@@ -72,10 +74,12 @@ _TABLE: dict[str, Operation] = {
     "div divide true_divide __truediv__": Operation(elementwise.divide, "Granite; prime-rl", "elementwise"),
     "add __add__ __radd__": Operation(elementwise.add, "BART: a bias; PEFT: an adapter", "elementwise"),
     "sub subtract __sub__": Operation(elementwise.subtract, "torch.distributions.Categorical", "elementwise"),
-    "neg negative __neg__": Operation(elementwise.make_unary("mul", -1), "Trainer: label smoothing", "elementwise"),
-    "tanh": Operation(elementwise.make_unary("tanh"), "Gemma 2", "elementwise"),
-    "log_softmax": Operation(elementwise.make_softmax("log_softmax"), "TRL"),
-    "softmax": Operation(elementwise.make_softmax("softmax"), "OpenRLHF: entropies"),
+    "neg negative __neg__": Operation(
+        lambda state: state.with_op("mul", -1), "Trainer: label smoothing", "elementwise"
+    ),
+    "tanh": Operation(lambda state: state.with_op("tanh"), "Gemma 2", "elementwise"),
+    "log_softmax": Operation(partial(elementwise.softmax, name="log_softmax"), "TRL"),
+    "softmax": Operation(partial(elementwise.softmax, name="softmax"), "OpenRLHF: entropies"),
     "exp": Operation(elementwise.exp, "TRL: entropies", "elementwise"),
     "clamp": Operation(elementwise.clamp, "torch.distributions.Categorical", "elementwise"),
     "__eq__ eq": Operation(values.equals_itself, "torch.distributions.Categorical"),
@@ -83,8 +87,8 @@ _TABLE: dict[str, Operation] = {
     "logsumexp": Operation(values.logsumexp, "TRL; OpenRLHF"),
     "gather": Operation(values.gather, "TRL; verl; OpenRLHF"),
     "take_along_dim": Operation(lambda state, indices, dim=None: values.gather(state, dim, indices), "losses of GRPO"),
-    "mean": Operation(values.make_reduction(is_mean=True), "TRL: metrics of ORPO and CPO; smoothing by hand"),
-    "sum": Operation(values.make_reduction(is_mean=False), "Trainer: label smoothing; TRL: entropies"),
+    "mean": Operation(partial(values.reduction, is_mean=True), "TRL: metrics of ORPO and CPO; smoothing by hand"),
+    "sum": Operation(partial(values.reduction, is_mean=False), "Trainer: label smoothing; TRL: entropies"),
     "cross_entropy": Operation(values.cross_entropy, "Transformers: its loss of causal models; distillation"),
     "kl_div": Operation(divergences.kl_div, "TRL; Transformers: its guide to distillation"),
     "nll_loss": Operation(values.nll_loss, "ProphetNet"),
@@ -102,9 +106,6 @@ OPERATIONS[cross_entropy] = Operation(values.flce_cross_entropy, "flce.cross_ent
 
 # Operations on a state with a teacher. Operations on the dimensions of tokens or classes would have to change both.
 OF_DIFFERENCES = frozenset(torch_functions("mul multiply __mul__ __rmul__ neg negative __neg__ sum float to"))
-
-# Functions that expand their arguments to one shape.
-BROADCAST = frozenset(torch_functions("broadcast_tensors"))
 
 COMMUTATIVE = frozenset(torch_functions("mul multiply __mul__ add __add__"))
 

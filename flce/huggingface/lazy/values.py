@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -28,17 +28,12 @@ def class_values(state: LazyState, index: Tensor) -> Tensor:
     require_lazy(not state.normal_form.form.startswith("weighted"))
     first, dtype = next((i, value) for i, (name, value) in enumerate(state.ops) if name in _OPS_AFTER_LOGPROBS)
     count, normal_form = index.shape[-1], to_normal_form(state.ops[: first + 1])
-    assert normal_form is not None
     require_lazy(count <= MAX_ENTRIES)
     logits = replace(state, ops=state.ops[:first], normal_form=normal_form, dtype=dtype)
     if count == 1 and index.dim() == state.ndim:
-        logprob = logits.token_results("logprob", target=index.squeeze(-1)).logprob
-        assert logprob is not None
-        values = logprob.unsqueeze(-1)
+        values = logits.token_results("logprob", target=index.squeeze(-1)).logprob.unsqueeze(-1)
     else:
-        candidate_logprob = logits.token_results(candidates=index).candidate_logprob
-        assert candidate_logprob is not None
-        values = candidate_logprob
+        values = logits.token_results(candidates=index).candidate_logprob
     # The values are normalised over all classes already. `+ 0.0` turns a log-probability of -0.0 into 0.0, as in stock.
     values = (values + 0.0).to(state.device, logits.dtype)
     remaining = [op for recorded in state.ops[first:] for op in _OPS_AFTER_LOGPROBS.get(recorded[0], (recorded,))]
@@ -97,27 +92,25 @@ def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fal
     return _not_a_view(class_values(state, index).contiguous())
 
 
-def make_reduction(is_mean: bool) -> Callable[..., Any]:
-    """Return the operation ``mean`` or ``sum`` over the vocabulary. A ``dim`` of None means all dimensions."""
-
-    def handler(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-        if isinstance(dim, (tuple, list)) and len(dim) == 1:
-            dim = dim[0]
-        is_total = dim is None and not keepdim and (is_mean or state.teacher is not None)
-        require_lazy(is_total or is_class_dim(state, dim))
-        if dtype is not None or not is_mean:
-            state = to_autocast_dtype(state) if dtype is None else to_dtype(state, dtype)
-        if state.teacher is not None:
-            value = divergences.sum_of_terms(state)
-        else:
-            value = _mean_of_tokens(state) if is_mean else _sum_of_tokens(state)
-            value = 0.0 - value if state.normal_form.is_negative else value  # a sum that is zero is +0.0 in stock
-            value = value.to(state.device, state.dtype)
-        if is_total:
-            return value.mean() if is_mean else value.sum()
-        return _with_kept_dim(value, keepdim)
-
-    return handler
+def reduction(
+    state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, is_mean: bool
+) -> Any:
+    """Compute the mean or the sum over the vocabulary. A ``dim`` of None means all dimensions."""
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    is_total = dim is None and not keepdim and (is_mean or state.teacher is not None)
+    require_lazy(is_total or is_class_dim(state, dim))
+    if dtype is not None or not is_mean:
+        state = to_autocast_dtype(state) if dtype is None else to_dtype(state, dtype)
+    if state.teacher is not None:
+        value = divergences.sum_of_terms(state)
+    else:
+        value = _mean_of_tokens(state) if is_mean else _sum_of_tokens(state)
+        value = 0.0 - value if state.normal_form.is_negative else value  # a sum that is zero is +0.0 in stock
+        value = value.to(state.device, state.dtype)
+    if is_total:
+        return value.mean() if is_mean else value.sum()
+    return _with_kept_dim(value, keepdim)
 
 
 def _sum_of_tokens(state: LazyState) -> Tensor:
@@ -143,7 +136,8 @@ def _mean_of_tokens(state: LazyState) -> Tensor:
             return 0.0 - state.cross_entropy(state.argmax(), reduction="none", label_smoothing=1.0, is_loss=False)
     if normal_form.softcap is not None:
         require_lazy(not (state.requires_grad and torch.is_grad_enabled()))
-        return cast(Tensor, state.token_results("mean_logit").mean_logit) - state.normalizer()
+        values: Tensor = state.token_results("mean_logit").mean_logit
+        return values - state.normalizer()
     require_lazy(state.division is None)
 
     wide = accumulation_dtype(state.weight.dtype)

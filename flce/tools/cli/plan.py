@@ -38,7 +38,7 @@ WeightDtype = Enum("WeightDtype", {"bfloat16": "bfloat16", "float16": "float16",
 _KEYS = ("adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum", "none")
 Optimizer = Enum("Optimizer", {key: key for key in _KEYS})  # type: ignore[misc]
 """The keys of `flce.huggingface.estimate.training_memory.OPTIMIZERS`."""
-# `flce.huggingface.estimate.sharding.SHARDING_KINDS`.
+# `flce.huggingface.estimate.training_memory.SHARDING_KINDS`.
 ShardingKind = Enum("ShardingKind", {"fsdp": "fsdp", "zero3": "zero3"})
 USUAL_LENGTH = 4096
 DEFAULT_KIND = "H100"  # on a machine without a GPU
@@ -91,7 +91,6 @@ def plan(
         ShardingKind | None, typer.Option(help="Division of the model over --gpus: FSDP or DeepSpeed ZeRO-3.")
     ] = None,
     gpus: Annotated[int | None, integer_option(2, help="Number of GPUs. Memory is printed for one GPU.")] = None,
-    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The output embedding is not trained.")] = False,
     shards: Annotated[
         int | None, integer_option(1, help="Number of processes that divide the classes of the head, with --shape.")
     ] = None,
@@ -140,8 +139,7 @@ def plan(
     import flce
     from flce.huggingface.estimate import training_memory
     from flce.huggingface.estimate.language_model import AdapterError, Lora, load_config
-    from flce.huggingface.estimate.sharding import Sharding
-    from flce.huggingface.estimate.training_memory import Training, TrainingMemory
+    from flce.huggingface.estimate.training_memory import Sharding, Training, TrainingMemory
 
     weights: torch.dtype = getattr(torch, dtype.value)
     products: torch.dtype | None = None if autocast is None else getattr(torch, autocast.value)
@@ -156,12 +154,12 @@ def plan(
     console.quiet, about = json, "; ".join([f"{gpu.device.name}, {size_text(memory)}", *notes])
     if shape is not None:
         sizes = parse_option("--shape", parse_sizes, shape)
-        result["loss"] = plan_loss(sizes, weight_grad=not frozen_head, shards=shards)
+        result["loss"] = plan_loss(sizes, shards=shards)
         console.print(about, soft_wrap=True)
         _print_loss(console, result["loss"])
     else:
         assert model is not None
-        step_settings = optimizer.value, frozen_head, accumulation, options
+        step_settings = optimizer.value, accumulation, options
         divided = None if sharding is None or gpus is None else Sharding(sharding.value, gpus)
         adapters = None if lora is None else Lora(lora, lora_targets)
         training = Training(batch_size, weights, products, *step_settings, divided, adapters, load_in_4bit)
@@ -181,11 +179,11 @@ def plan(
             lines, positions = [], measured.positions or training_memory.MAX_TOKENS
             searched = track(variants, "longest sequence", console=stderr(), transient=True)
             for step, variant in zip(result["steps"], searched, strict=True):
-                longest = measured.find_longest(variant, memory, start=seq_len)
-                step.update(longest_sequence=longest.tokens, longest_obstacle=longest.obstacle)
-                beyond = f"more than the {positions:,} positions of the config" * (longest.tokens > positions)
-                why = longest.obstacle or beyond
-                lines.append(f"  {variant}: {longest.tokens:,} tokens" + (f", {why}" if why else ""))
+                longest, obstacle = measured.find_longest(variant, memory, start=seq_len)
+                step.update(longest_sequence=longest, longest_obstacle=obstacle)
+                beyond = f"more than the {positions:,} positions of the config" * (longest > positions)
+                why = obstacle or beyond
+                lines.append(f"  {variant}: {longest:,} tokens" + (f", {why}" if why else ""))
             console.print("The longest sequence that fits:", *lines, sep="\n", soft_wrap=True)
     if verbose:
         console.print(f"The loss: {result['loss']['plan']}", soft_wrap=True)
@@ -267,8 +265,7 @@ def _plan_steps(
         limit = f"expected at most {training_memory.MAX_TOKENS:,} tokens in a step, got {num_tokens:,}"
         raise usage_error("--seq-len", limit)
     vocab, hidden = measured.head_shape
-    weight_grad = not training.frozen_head and training.lora is None
-    loss, steps = plan_loss((num_tokens, hidden, vocab), weight_grad=weight_grad), []
+    loss, steps = plan_loss((num_tokens, hidden, vocab), weight_grad=training.lora is None), []
     with stderr().status("") as status:
         for variant in variants:
             status.update(f"a step of the model, {variant}")
@@ -306,8 +303,7 @@ def _plan_steps(
 def _find_smaller(measured: TrainingMemory, variant: Variant, seq_len: int, memory: int) -> dict[str, dict[str, Any]]:
     """Return the memory of a step with adapters and of a step on several GPUs, by their options."""
     from flce.huggingface.estimate.language_model import AdapterError, Lora
-    from flce.huggingface.estimate.sharding import Sharding
-    from flce.huggingface.estimate.training_memory import StepError, TrainingMemory
+    from flce.huggingface.estimate.training_memory import Sharding, StepError, TrainingMemory
 
     training, found = measured.training, {}
     lora = training.lora or Lora(16)
