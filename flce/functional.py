@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce.backends.contract import RowOutputs, log_sum_exp
-from flce.core.numbers import check_dtype, check_int
+from flce.core.numbers import check_bool, check_dtype, check_int
 from flce.core.options import DEFAULT_OPTIONS, ChunkOptions
 from flce.core.problem import (
     LinearCrossEntropyOutput,
@@ -21,7 +21,7 @@ from flce.core.problem import (
     Needs,
     loss_spec,
 )
-from flce.core.shard import shard_bounds, sharding_from_arguments
+from flce.core.shard import shard_bounds
 from flce.engine.case import Case
 from flce.ops.arguments import (
     check_options,
@@ -532,18 +532,30 @@ def plan(
         device = torch.device(device)
     except (RuntimeError, TypeError):  # the name is unknown to PyTorch, or `device` is not a name
         raise ValueError(f"device must be a device such as 'cuda' or 'cpu', got {device!r}") from None
-    adapter_needs, sharding = (True,) * len(ranks), sharding_from_arguments(shards, sequence_parallel, num_tokens)
+    check_bool("sequence_parallel", sequence_parallel)
+    if shards is None and sequence_parallel:
+        raise ValueError("sequence_parallel=True needs shards, the number of processes")
+    if shards is not None:
+        shards = check_int("shards", shards, "None or an int")
+        if shards < 1:
+            raise ValueError(f"shards must be positive, got {shards}")
+        if sequence_parallel and num_tokens % shards:
+            raise ValueError(
+                f"with sequence_parallel num_tokens must be a multiple of shards={shards}, as all processes have "
+                f"equally many, got {num_tokens}"
+            )
+    adapter_needs = (True,) * len(ranks)
     case = Case(
         num_tokens,
         (hidden_size, *ranks),
-        vocab_size if sharding is None else shard_bounds(vocab_size, sharding.num_processes, 0)[1],
+        shard_bounds(vocab_size, shards or 1, 0)[1],
         dtype,
         device.type,
         *resolve_device(device, device_kind, device_memory),
         spec,
         Needs((input_grad, *adapter_needs), (weight_grad, *adapter_needs), bias_grad),
         options or DEFAULT_OPTIONS,
-        sharding,
+        shards,
         teacher,
     )
     return plan_for_case(case)

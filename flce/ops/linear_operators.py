@@ -126,9 +126,9 @@ def as_saved(rows: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) ->
 
 def make_case(p: LinearCrossEntropyProblem, gpu: DescribedDevice | None = None) -> Case:
     """Return the case of a call. `gpu`: GPU to plan for, instead of the device of the tensors."""
-    options, most_classes, sharding = p.options, p.local_vocab_size, None
+    options, most_classes, num_processes = p.options, p.local_vocab_size, None
     if p.shard:
-        most_classes, sharding = p.shard.max_local_vocab_size, p.shard.sharding
+        most_classes, num_processes = p.shard.max_local_vocab_size, p.shard.process_group.size()
     # Fused products read their operands along rows.
     row_major = all(x.stride(-1) == 1 == w.stride(-1) for x, w in p.terms)
     if p.is_traced and options.strategy == "auto" and p.dtype == torch.float16:
@@ -148,7 +148,7 @@ def make_case(p: LinearCrossEntropyProblem, gpu: DescribedDevice | None = None) 
         p.spec,
         p.needs,
         options,
-        sharding,
+        num_processes,
         (teacher_sizes, p.teacher_terms[0].weight.dtype) if p.teacher_terms else None,
     )
 
@@ -222,7 +222,7 @@ def run_plan(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan, can_repeat: b
     graph is captured (its memory is separate), if a head is divided (the other processes continue with the plan), and
     if not `can_repeat`: dW of some blocks was added to a gradient.
     """
-    limited = not can_repeat or plan.case.options.max_workspace_bytes is not None or plan.case.sharding is not None
+    limited = not can_repeat or plan.case.options.max_workspace_bytes is not None or plan.case.num_processes is not None
     while True:
         try:
             return run(plan)

@@ -18,7 +18,6 @@ from flce.backends.contract import GradientCall, RowOutputs, StatisticsCall
 from flce.backends.formulas import RowStatistics
 from flce.core import gemm, private
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec, accumulation_dtype
-from flce.core.shard import HeadSharding
 from flce.engine import per_token
 from flce.engine.arena import Arena, CountingArena
 from flce.engine.case import Case
@@ -303,7 +302,7 @@ class CountingBackend:
 class CountingShard(Rows):
     """Rows of a process of a divided head in a dry run: count the memory of `ShardRows`."""
 
-    sharding: HeadSharding = field(kw_only=True)
+    num_processes: int = field(kw_only=True)
 
     is_shard = True
 
@@ -316,7 +315,7 @@ class CountingShard(Rows):
         self._targets = self.arena.new((rows,), torch.int64)
 
     def merge_results(self, tokens: slice) -> None:
-        rows, processes = tokens.stop - tokens.start, self.sharding.num_processes
+        rows, processes = tokens.stop - tokens.start, self.num_processes
         numbers, itemsize = len(RowStatistics.requested_names(self.spec)), self.normalizer.dtype.itemsize
         merging = (MERGE_VECTORS if numbers == 3 else MERGE_VECTORS_WITH_STATISTICS) * processes
         gathered_bytes = processes * (numbers * rows + 1) * itemsize
@@ -326,7 +325,7 @@ class CountingShard(Rows):
         self.merge_results(tokens)
 
     def merge_divergences(self, rows: Tensor, kind: str) -> None:
-        cast(CountingArena, self.arena).count_temporary(4 * self.sharding.num_processes * rows.nbytes)
+        cast(CountingArena, self.arena).count_temporary(4 * self.num_processes * rows.nbytes)
 
 
 class CountingContext(PassContext):
@@ -334,9 +333,9 @@ class CountingContext(PassContext):
 
     def __post_init__(self) -> None:
         self._meter, c = cast(CountingBackend, self.backend), self.rows
-        if self._meter.case.sharding is not None:
+        if self._meter.case.num_processes is not None:
             fields = c.problem, c.selection, c.scales, c.arena, c.normalizer, c.out, c.upstream
-            self.rows = CountingShard(*fields, sharding=self._meter.case.sharding)
+            self.rows = CountingShard(*fields, num_processes=self._meter.case.num_processes)
         super().__post_init__()
 
     def chunks(self, rows: int) -> Iterator[slice]:

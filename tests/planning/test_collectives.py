@@ -15,7 +15,7 @@ if not dist.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
 
 import flce
-from flce.core.shard import HeadSharding, shard_bounds, sharding_from_arguments
+from flce.core.shard import shard_bounds
 from flce.planning import dry_run
 from flce.planning.search import plan_for_shard
 from flce.testing.problem import make_problem
@@ -205,4 +205,5 @@ def test_processes_with_fewer_classes_call_the_same_collectives() -> None:
 def test_wrong_arguments(shards: Any, sequence: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         flce.plan(64, 32, 500, torch.float32, device="cpu", shards=shards, sequence_parallel=sequence)
-    assert sharding_from_arguments(2, True, 64) == HeadSharding(2, True)
+    plan = flce.plan(64, 32, 500, torch.float32, device="cpu", shards=2, sequence_parallel=True)
+    assert plan.case.num_processes == 2

@@ -31,7 +31,6 @@ from flce.backends.contract import FUSED_PRODUCT_FIELDS
 from flce.core.device_record import KNOWN_KINDS
 from flce.core.devices import device_record
 from flce.core.problem import LogprobSpec, LossSpec, Needs
-from flce.core.shard import HeadSharding
 from flce.engine.case import Case
 from flce.engine.schedules import SCHEDULES, Schedule
 from flce.engine.schedules.blocks import Blocks, SeparatePasses
@@ -372,7 +371,7 @@ def draw_case(r: random.Random) -> Case:
         spec=spec,
         needs=Needs(("x" in grads, *adapters), ("w" in grads, *adapters), "b" in grads),
         options=options,
-        sharding=HeadSharding(4) if kind != "divergence" and r.random() < 0.1 else None,
+        num_processes=4 if kind != "divergence" and r.random() < 0.1 else None,
         teacher=((r.choice([1024, 4096]),), dtype) if kind == "divergence" else None,
     )
 
