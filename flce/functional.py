@@ -441,7 +441,7 @@ def cross_entropy(
     out = fused_cross_entropy(problem, inplace)
     if overwritten:  # a DTensor and its local tensor have separate version counters
         torch.autograd.graph.increment_version(logits)
-    return _make_output(out, problem.target, problem.target.shape, spec)
+    return _make_output(out, problem.target, problem.logits.shape[:-1], spec)
 
 
 @names_replacements

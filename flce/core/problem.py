@@ -282,19 +282,25 @@ class CrossEntropyProblem:
     """A call as checked, with logits of all classes, or of the classes of one process."""
 
     logits: Tensor  # (..., cols)
-    target: Tensor  # (...) int64; `shift` is already applied
+    target: Tensor  # (N,) int64; `shift` is already applied
     class_weight: Tensor | None  # (V,), all classes
-    token_weight: Tensor | None  # (...)
+    token_weight: Tensor | None  # (N,)
     num_items: Tensor | None  # ()
     spec: LossSpec
     shard: Shard | None  # None: cols is V
     shift: int = 0
     needs_token_weight: bool = False  # True if the gradient of token_weight is needed
 
+    linear_bias: ClassVar[None] = None
+    inverse_temperature: ClassVar[None] = None
+
     @property
-    def start(self) -> int:
-        """The first class of the logits."""
-        return self.shard.start if self.shard else 0
+    def num_tokens(self) -> int:
+        return len(self.target)
+
+    @property
+    def local_vocab_size(self) -> int:
+        return self.logits.shape[-1]
 
     @property
     def vocab_size(self) -> int:

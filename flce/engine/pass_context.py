@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class PassContext:
 
     def __post_init__(self) -> None:
         self.new = self.arena.new
-        self.problem: LinearCrossEntropyProblem = self.rows.problem
+        self.problem = cast(LinearCrossEntropyProblem, self.rows.problem)
         self.selection: Selection = self.rows.selection
         """The selected tokens."""
         self.normalizer: Tensor = self.rows.gradient_normalizer

@@ -103,9 +103,7 @@ def forward(
         context.rows.merge_results(slice(0, selection.num_rows))
     grads = context.finish_gradients() if with_gradients else []
     outputs, samples = selection.scatter_outputs(outputs), context.samples_memory
-    results, _, token_weight_grad = vectors.reduce(
-        problem, runtime.backend, outputs, scales.for_loss, problem.target, problem.token_weight
-    )
+    results, _, token_weight_grad = vectors.reduce(problem, runtime.backend, outputs, scales.for_loss)
     if problem.needs_gradients and schedule.deferred and not deferred:
         del context
         grads = backward(problem, plan, results.normalizer, results.loss.new_ones(()), runtime, samples)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flce.backends.contract import RowInputs, RowOutputs
+from flce.backends.contract import RowInputs, RowOutputs, RowProblem
 from flce.core.options import SkipIgnored
 from flce.core.problem import LinearCrossEntropyProblem
 from flce.core.slices import slice_columns
@@ -54,7 +54,7 @@ class Selection:
             selected rows first.
     """
 
-    problem: LinearCrossEntropyProblem
+    problem: RowProblem
     index: Tensor | None
     num_rows_on_device: DeviceInt | None = None
 

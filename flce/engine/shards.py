@@ -31,6 +31,7 @@ from flce.backends.contract import (
     GradientCall,
     RowInputs,
     RowOutputs,
+    RowProblem,
     StatisticsCall,
     TileClasses,
 )
@@ -52,7 +53,7 @@ from flce.core.slices import slice_columns
 from flce.engine.arena import Arena
 from flce.engine.selection import Selection
 from flce.engine.top_k import TopK
-from flce.engine.vectors import LossScales
+from flce.engine.vectors import LossScales, can_read_values
 
 # A normalizer with which every probability is 0. It is finite, so that differences are not NaN.
 OFFSET_OF_EMPTY_SHARD = 1e30
@@ -69,10 +70,10 @@ class Rows:
         arena: allocator.
         normalizer: (slots, rows), of all classes.
         out: memory for the results of these rows. None in backward.
-        upstream: (rows,) gradient of each row's loss; None: `scales` include the gradient of the loss.
+        upstream: gradient of each row's loss, (rows,), or of the loss, (); None: `scales` include it.
     """
 
-    problem: LinearCrossEntropyProblem
+    problem: RowProblem
     selection: Selection
     scales: LossScales
     arena: Arena
@@ -104,7 +105,7 @@ class Rows:
         unweighted, and token weights reach the gradient as upstream gradients. `scaled`: with loss scales."""
         inputs = self.selection.row_inputs(tokens, self.scales.for_gradient() if scaled else None)
         if self.upstream is not None:
-            return inputs._replace(upstream=self.upstream[tokens])
+            return inputs._replace(upstream=self.upstream[tokens] if self.upstream.dim() else self.upstream)
         if self.problem.needs_token_weight and self.out is not None:
             return inputs._replace(token_weight=None, upstream=inputs.token_weight)
         return inputs
@@ -128,8 +129,10 @@ class Rows:
     def keep_state(self, tokens: slice, state: Tensor | None) -> None:
         """Keep the statistics of some rows of a shard until they are merged. state: (STATE_SLOTS, rows)."""
 
-    def merge_results(self, tokens: slice) -> None:
-        """Merge the statistics of some rows of all processes and end the rows. One collective."""
+    def merge_results(self, tokens: slice) -> Tensor | None:
+        """Merge the statistics of some rows of all processes and end the rows. One collective. Return the row gradient
+        if rows were merged and have loss scales."""
+        return None
 
     def merge_factors(self, tokens: slice, factors: Tensor) -> None:
         """Merge the results of some rows, and replace the factors of their exponentials.
@@ -231,8 +234,8 @@ class ShardRows(Rows):
             if memory is not None and values is not None:
                 memory.copy_(values)
 
-    def merge_results(self, tokens: slice) -> None:
-        self._merge_results(tokens)
+    def merge_results(self, tokens: slice) -> Tensor | None:
+        return self._merge_results(tokens)[2]
 
     def _merge_results(self, tokens: slice) -> tuple[RowStatistics, RowStatistics, Tensor | None]:
         """End some rows. Return the statistics of each process, of all classes, and the row gradient."""
@@ -240,11 +243,14 @@ class ShardRows(Rows):
         own, width = self._own_statistics(tokens), p.local_vocab_size
         if shard.is_empty:
             own, width = own._replace(offset=torch.full_like(own.offset, -torch.inf)), 0
-        shards, _ = gather_shard_results(own, width, shard)
+        shards = gather_shard_results(own, width, shard)
         if shards.argmax is not None:  # An index below 2^24 is exact in float32.
             starts = torch.arange(len(shards.argmax), device=shards.argmax.device) * shard.max_local_vocab_size
             shards = shards._replace(argmax=shards.argmax + starts[:, None])
-        merged = merge_shard_results(shards, inputs.target, p.class_weight, shard)
+        widths = shard.local_vocab_sizes(shards.offset)
+        sums = widths if p.class_weight is None or shards.smooth is None else shard.sums_by_process(p.class_weight)
+        owner = inputs.target.clamp(0, p.vocab_size - 1) // shard.max_local_vocab_size
+        merged = merge_shards(shards, widths[:, None], sums[:, None].to(widths.dtype), owner)
         assert self.out is not None
         tile = TileClasses(0, p.vocab_size, p.vocab_size, p.vocab_size)
         call = StatisticsCall(inputs, p.spec, tile, self.out.select_rows(tokens))
@@ -331,23 +337,20 @@ def gather_class_weights(p: LinearCrossEntropyProblem, shard: Shard) -> LinearCr
     return replace(p, class_weight=shard.gather_full(weight))
 
 
-def gather_shard_results(own: RowStatistics, width: int, shard: Shard) -> tuple[RowStatistics, Tensor]:
-    """Return the results of rows over the classes of each process, (processes, rows) each, and the number of classes of
-    each process. One collective. The results are NaN if processes have other numbers of classes than `shard` expects.
-    The host does not wait to check this. `own`, `width`: results and number of classes of this process."""
+def gather_shard_results(own: RowStatistics, width: int, shard: Shard) -> RowStatistics:
+    """Return the results of rows over the classes of each process, (processes, rows) each. One collective.
+
+    Processes also exchange their numbers of classes. If a number differs from the number that `shard` implies, the
+    results are NaN in all processes or, on a CPU and with ``FLCE_DEBUG=1``, a ValueError is raised. `own`, `width`:
+    results and number of classes of this process."""
     named = {name: value.to(own.offset.dtype) for name, value in own._asdict().items() if value is not None}
     gathered = all_gather(torch.cat([*named.values(), own.offset.new_full((1,), width)]), shard.process_group)
     values = dict(zip(named, gathered[:, :-1].view(len(gathered), len(named), -1).unbind(1), strict=True))
-    differ = (gathered[:, -1] != shard.local_vocab_sizes(gathered)).any()
-    values["offset"] = torch.where(differ, torch.nan, values["offset"])
-    return RowStatistics(*(values.get(name) for name in RowStatistics._fields)), gathered[:, -1]  # type: ignore[arg-type]
-
-
-def merge_shard_results(
-    shards: RowStatistics, target: Tensor, class_weight: Tensor | None, shard: Shard
-) -> RowStatistics:
-    """Return the results of all classes from the results of processes. `class_weight`: of all classes."""
-    widths = shard.local_vocab_sizes(shards.offset)
-    sums = widths if class_weight is None or shards.smooth is None else shard.sums_by_process(class_weight)
-    owner = target.clamp(0, shard.vocab_size - 1) // shard.max_local_vocab_size
-    return merge_shards(shards, widths[:, None], sums[:, None].to(widths.dtype), owner)
+    widths, expected = gathered[:, -1], shard.local_vocab_sizes(gathered)
+    if can_read_values(widths.device) and not torch.equal(widths, expected):
+        raise ValueError(
+            f"the processes of the group have logits of {widths.int().tolist()} classes, expected "
+            f"{expected.int().tolist()}: give vocab_size where torch.chunk divides them unevenly"
+        )
+    values["offset"] = torch.where((widths != expected).any(), torch.nan, values["offset"])
+    return RowStatistics(*(values.get(name) for name in RowStatistics._fields))  # type: ignore[arg-type]

@@ -118,26 +118,23 @@ def floor_power_of_two(x: Tensor) -> Tensor:
 
 
 def reduce(
-    p: RowProblem, backend: Backend, out: RowOutputs, scales: Tensor | None, target: Tensor, token_weight: Tensor | None
+    p: RowProblem, backend: Backend, out: RowOutputs, scales: Tensor | None
 ) -> tuple[RowOutputs, Tensor | None, Tensor | None]:
     """Return the results with the reduced loss; the scales, if they were computed; the gradient of the token weights,
     if it is needed.
 
     The gradient of the token weights is for an upstream gradient of 1, or of 1 for each row's loss. If it is needed,
-    the losses of `out` do not contain the token weights: they are multiplied here, in place.
-
-    Args:
-        target, token_weight: of these rows.
+    the losses of `out`, of all rows, do not contain the token weights: they are multiplied here, in place.
     """
     grad = None
     if p.needs_token_weight:
-        assert token_weight is not None
+        assert p.token_weight is not None
         if scales is None and p.spec.reduction != "none":
             scales = backend.loss_scales(p)
-        ignored = target == p.spec.ignore_index
+        ignored = p.target == p.spec.ignore_index
         grad = _token_weight_gradient(p.spec, out, scales, ignored)
         # Losses of ignored rows are 0. They must stay 0 for weights of inf or NaN.
-        token_weight = token_weight.masked_fill(ignored, 0.0)
+        token_weight = p.token_weight.masked_fill(ignored, 0.0)
         for losses in (out.loss, out.z_loss):
             if losses is not None:
                 losses.mul_(token_weight)
@@ -207,8 +204,7 @@ def check_targets(p: RowProblem) -> bool:
         return False
     if p.num_items is not None and bool(p.num_items < 0):
         raise ValueError(f"num_items must be >= 0, got {p.num_items.item()}")
-    vocab_size = p.vocab_size
-    target = p.target.reshape(-1)
+    vocab_size, target = p.vocab_size, p.target
     if target.numel():
         lowest, highest = (bound.item() for bound in target.aminmax())
         if 0 <= lowest <= highest < vocab_size:

@@ -222,9 +222,10 @@ def make_logits_problem(
     target = target.to(torch.int64)
     if shift:
         target = shift_target(target, shift, spec.ignore_index)
+    target = target.reshape(-1).contiguous()
     if weight is not None:
         refuse_class_weight_gradient(weight)
         weight = weight.detach().to(accum).contiguous()
-    token_weight = None if token_weight is None else token_weight.to(accum)
+    token_weight = None if token_weight is None else token_weight.reshape(-1).to(accum).contiguous()
     needs_token_weight = torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad
     return CrossEntropyProblem(logits, target, weight, token_weight, num_items, spec, shard, shift, needs_token_weight)

@@ -1,9 +1,7 @@
 """Vocabulary parallelism: the classes of a head, or of logits, are divided over the processes of a group.
 
 All processes have the same tokens, and each process has one shard of the classes. `ops.problems` calls this
-module to check the shards, and to gather the tokens of sequence parallelism. `ops.cross_entropy` calls `merge_results`,
-which merges the statistics of rows of logits over the processes with one collective. `engine/shards.py` merges the
-results of a divided head.
+module to check the shards, and to gather the tokens of sequence parallelism. `engine/shards.py` merges the results.
 """
 
 from __future__ import annotations
@@ -16,12 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce.backends.formulas import RowStatistics, results_from_state
 from flce.core import private
 from flce.core.numbers import check_bool, check_int
-from flce.core.problem import LossSpec
 from flce.core.shard import Shard, all_gather, shard_bounds
-from flce.engine.shards import gather_shard_results, merge_shard_results
 from flce.engine.vectors import can_read_values as can_read_values
 from flce.torch_ops import register_operator
 
@@ -193,26 +188,6 @@ _register()
 
 
 # ------------------------------------------------------------------------------------------- given logits
-
-
-def merge_results(
-    state: Tensor, cols: int, target: Tensor, class_weight: Tensor | None, spec: LossSpec, shard: Shard
-) -> RowStatistics:
-    """Return the results of rows over all classes, from the state of each shard, (STATE_SLOTS, rows). One collective.
-
-    Processes also exchange their numbers of classes. If a number differs from the number that `shard` implies, the
-    results are NaN in all processes or, on a CPU and with ``FLCE_DEBUG=1``, a ValueError is raised.
-    """
-    weights = None if class_weight is None else class_weight[shard.start : shard.start + cols]
-    weight_sum = cols if weights is None else weights.sum(dtype=state.dtype)
-    shards, widths = gather_shard_results(results_from_state(state, spec, cols, weight_sum), cols, shard)
-    expected = shard.local_vocab_sizes(widths)
-    if can_read_values(widths.device) and not torch.equal(widths, expected):
-        raise ValueError(
-            f"the processes of the group have logits of {widths.int().tolist()} classes, expected "
-            f"{expected.int().tolist()}: give vocab_size where torch.chunk divides them unevenly"
-        )
-    return merge_shard_results(shards, target, class_weight, shard)
 
 
 def local_logits(logits: Any) -> tuple[Tensor, Any, int | None]:
