@@ -132,13 +132,9 @@ class PassContext:
             yield slice(start, min(start + rows, stop))
             start, stop = start + max(1, rows), self.selection.num_rows
 
-    def blocks(
-        self, cols: int, start: int = 0, stop: int | None = None, leading_blocks: Sequence[slice] = ()
-    ) -> Iterator[slice]:
-        """Yield `leading_blocks`, then the other classes from `start` to `stop`, at most `cols` at a time."""
-        yield from leading_blocks
-        rest = slice(leading_blocks[-1].stop if leading_blocks else start, self.vocab_size if stop is None else stop)
-        yield from self.split_range(rest, cols)
+    def borrowed_blocks(self, blocks: Sequence[slice]) -> Iterator[slice]:
+        """Yield the blocks of classes whose tiles are borrowed."""
+        yield from blocks
 
     def split_range(self, range_: slice, step: int) -> Iterator[slice]:
         """Yield consecutive slices of a range of tokens or classes, at most `step` long."""
@@ -362,7 +358,7 @@ class PassContext:
         needs_statistics = teacher is None or (self.problem.spec.stats and teacher.kind != "jsd")  # "jsd" repeats none
         if needs_statistics and (logits.shape[1] < self.vocab_size or self.rows.is_shard):
             state = self.new((STATE_SLOTS, rows), self.normalizer.dtype)
-        for block in self.blocks(logits.shape[1]):
+        for block in self.split_range(self.all_classes, logits.shape[1]):
             block_logits = logits[:rows, : block.stop - block.start]
             self.write_logits(xs, block, block_logits)
             self.collect_top_k(block_logits, tokens, block)

@@ -41,7 +41,7 @@ from flce.ops.arguments import (
     shift_target,
 )
 from flce.ops.gradient_accumulation import check_parameters
-from flce.ops.vocabulary_parallel import NOT_DIVIDED, DivisionArguments, gather_tokens, pad_shard, shard_of_head
+from flce.ops.vocabulary_parallel import NOT_DIVIDED, DivisionArguments, divide_head
 
 
 def make_linear_problem(
@@ -71,8 +71,7 @@ def make_linear_problem(
         check_parameters([*operands.items()][1::2])
     shard, num_class_weights = None, len(linear_weight)
     if division != NOT_DIVIDED:
-        shard = shard_of_head(operands, division)
-        operands, linear_bias = pad_shard(gather_tokens(operands, shard), linear_bias, shard)
+        operands, linear_bias, shard = divide_head(operands, linear_bias, division)
         # Class weights cover the shard or all classes.
         if weight is None or weight.shape != (num_class_weights,):
             num_class_weights = shard.vocab_size

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -341,12 +340,8 @@ class CountingContext(PassContext):
     def chunks(self, rows: int) -> Iterator[slice]:
         return self._meter.repeat_tiles(_sample_equal_slices(0, self.selection.num_rows, rows))
 
-    def blocks(
-        self, cols: int, start: int = 0, stop: int | None = None, leading_blocks: Sequence[slice] = ()
-    ) -> Iterator[slice]:
-        stop = self.vocab_size if stop is None else stop
-        others = _sample_equal_slices(leading_blocks[-1].stop if leading_blocks else start, stop, cols)
-        return self._meter.repeat_tiles(itertools.chain(_sample_blocks(leading_blocks), others))
+    def borrowed_blocks(self, blocks: Sequence[slice]) -> Iterator[slice]:
+        return self._meter.repeat_tiles(_sample_blocks(blocks))
 
     def split_range(self, range_: slice, step: int) -> Iterator[slice]:
         return self._meter.repeat_tiles(_sample_equal_slices(range_.start, range_.stop, step))

@@ -230,7 +230,7 @@ class InBlocks(Schedule):
         for chunk in s.chunks(self.rows):
             rows = chunk.stop - chunk.start
             s.compute_statistics(chunk, tile.memory[:rows])
-            for block in s.blocks(self.cols):
+            for block in s.split_range(s.all_classes, self.cols):
                 dlogits = s.compute_gradient(chunk, block, tile)
                 for total in sums:
                     total.add(dlogits, chunk, block)

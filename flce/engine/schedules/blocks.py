@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE
@@ -117,7 +118,7 @@ class ChunksOfBlocks(Deferred):
         tile = ctx.new_gradient_tile(self.rows, self.cols)
         dx_sums = [DxSum(ctx, k, self.rows, self.cols) for k in ctx.dx_terms]
         for chunk in ctx.chunks(self.rows):
-            for block in ctx.blocks(self.cols):
+            for block in ctx.split_range(ctx.all_classes, self.cols):
                 dlogits = ctx.compute_gradient(chunk, block, tile)
                 for dx_sum in dx_sums:
                     dx_sum.add(dlogits, chunk, block)
@@ -181,7 +182,9 @@ def compute_blocks(
     """Compute dW and the gradient of the bias of the classes from `start` to `stop`, and add these classes to dX."""
     separate_tile = ctx.new_gradient_tile(layout.rows, layout.cols)
     sums_of_block = block_sum_builder(ctx, layout.rows, layout.cols)
-    for block in ctx.blocks(layout.cols, start, stop, leading_blocks=layout.borrowed_blocks(start, stop)):
+    borrowed = layout.borrowed_blocks(start, stop)
+    others = ctx.split_range(slice(borrowed[-1].stop if borrowed else start, stop), layout.cols)
+    for block in itertools.chain(ctx.borrowed_blocks(borrowed), others):
         cols, dw_sums = block.stop - block.start, sums_of_block(block) if with_dw else {}
         for chunk in ctx.chunks(layout.rows):
             tile = separate_tile

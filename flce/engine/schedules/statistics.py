@@ -60,7 +60,7 @@ class TopKLogits:
     def forward(self, ctx: PassContext) -> None:
         logits = ctx.new_tile(self.rows, self.cols, ctx.dtypes.logits)
         for chunk in ctx.chunks(self.rows):
-            for block in ctx.blocks(self.cols):
+            for block in ctx.split_range(ctx.all_classes, self.cols):
                 tile = logits[: chunk.stop - chunk.start, : block.stop - block.start]
                 ctx.write_logits(ctx.term_inputs(chunk), block, tile)
                 ctx.collect_top_k(tile, chunk, block)

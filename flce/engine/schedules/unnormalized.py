@@ -12,7 +12,6 @@ logits is in memory at a time.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -92,8 +91,10 @@ class Unnormalized(Schedule):
             for k in ctx.dx_terms:
                 self._add_dx(ctx, exponentials, k, exps, chunk)
             del xs  # Gathered rows are freed before the next chunk is gathered.
-        for k, dw_sum in dw_sums.items():  # A single chunk has no sum, see `DwSum.finish`.
-            dw_sum.finish(functools.partial(exponentials.add_target_terms, k))
+        for k, dw_sum in dw_sums.items():
+            if dw_sum.is_started:  # A single chunk has no sum: dW is complete.
+                exponentials.add_target_terms(k, dw_sum.sums())
+            dw_sum.finish()
         if ctx.problem.needs.bias:
             exponentials.add_target_bias_terms(stop)
 
