@@ -8,7 +8,7 @@ import torch
 
 import flce
 from benchmarks.tables import Table
-from flce.core.device_record import KNOWN_KINDS, DeviceRecord
+from flce.core.devices import KNOWN_KINDS, DeviceRecord
 from flce.core.sizes import GIB
 from flce.planning import cost_model
 from flce.planning.plan import MEMORY_SHARE

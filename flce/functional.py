@@ -478,7 +478,7 @@ def plan(
         device: device of the tensors, on this machine. If the machine has no GPU, ``"cuda"`` is a GPU of unknown kind:
             its memory sets no limit, and kernels that need a certain kind of GPU are not used.
         device_kind: the kind of GPU to plan for, independent of this machine: a name of
-            `flce.core.device_record.KNOWN_KINDS` such as ``"RTX-4090"``, PyTorch's ``"NVIDIA GeForce RTX 4090"``, or a
+            `flce.core.devices.KNOWN_KINDS` such as ``"RTX-4090"``, PyTorch's ``"NVIDIA GeForce RTX 4090"``, or a
             compute capability such as ``"sm_90"``. With `device_kind` the plan is the same on every machine.
         device_memory: bytes of the device; replaces the memory of this machine's device or of the kind. Without a
             budget a call uses at most 1/24 of the memory, or more if it would take more than 1.5 times as long as the

@@ -10,7 +10,7 @@ from flce.engine.borrowing import BlockLayout, place_tiles
 from flce.engine.case import Case
 from flce.engine.schedules import Schedule
 from flce.engine.schedules.blocks import Blocks
-from flce.engine.schedules.statistics import Statistics
+from flce.engine.schedules.schedule import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
 from flce.ops import linear_operators
 from flce.planning.plan import ChunkPlan

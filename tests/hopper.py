@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flce import ChunkOptions
 from flce.core import devices
-from flce.core.device_record import KNOWN_KINDS, load_profile
+from flce.core.devices import KNOWN_KINDS, load_profile
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
 from flce.engine import case
 from flce.engine.case import Case

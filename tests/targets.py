@@ -47,8 +47,7 @@ from flce.backends.contract import (
     TileClasses,
 )
 from flce.backends.triton import softmax
-from flce.core.device_record import KNOWN_KINDS, DeviceRecord
-from flce.core.devices import device_record
+from flce.core.devices import KNOWN_KINDS, DeviceRecord, device_record
 from flce.core.gemm import padded_cols
 from flce.core.problem import DIVERGENCES, LogprobSpec, LossSpec, Needs, accumulation_dtype
 from flce.engine.arena import CountingArena

@@ -12,7 +12,7 @@ from flce.backends.contract import (
     num_partial_statistics,
     unsupported_by_fused_products,
 )
-from flce.core.device_record import DeviceRecord
+from flce.core.devices import DeviceRecord
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.options import ChunkOptions, SkipIgnored
 from flce.core.problem import LossSpec, Needs, accumulation_dtype

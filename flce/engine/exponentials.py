@@ -43,8 +43,8 @@ class Exponentials:
         if ctx.in_registers:
             call, device_count = ctx.rows.statistics_call(tokens, scaled=False), ctx.selection.num_rows_on_device
             count = None if device_count is None or tokens.start > 0 else device_count.value
-            weight, scales = ctx.terms[0].weight, ctx.rows.scales.for_gradient
-            ctx.backend.fused_exponentials(xs[0], weight, tiles, call, factors, count, scales)
+            weight, scales = ctx.terms[0].weight, ctx.rows.scales
+            ctx.backend.fused_exponentials(xs[0], weight, tiles, call, factors, count, lambda: scales.for_gradient)
         else:
             self._compute_in_blocks(xs, tiles[0], tokens)
         # One collective for all tokens, because the blocks of other processes may have other sizes.

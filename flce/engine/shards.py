@@ -103,7 +103,7 @@ class Rows:
     def inputs(self, tokens: slice, scaled: bool) -> RowInputs:
         """Return the inputs of `finish_row` for some rows. If the gradient of token weights is needed, losses are
         unweighted, and token weights reach the gradient as upstream gradients. `scaled`: with loss scales."""
-        inputs = self.selection.row_inputs(tokens, self.scales.for_gradient() if scaled else None)
+        inputs = self.selection.row_inputs(tokens, self.scales.for_gradient if scaled else None)
         if self.upstream is not None:
             return inputs._replace(upstream=self.upstream[tokens] if self.upstream.dim() else self.upstream)
         if self.problem.needs_token_weight and self.out is not None:

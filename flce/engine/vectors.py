@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,7 +55,6 @@ class LossScales:
     needs_scales: bool
     has_gradient_scale: bool = False
     upstream: Tensor | None = None
-    _for_gradient: Tensor | None = field(default=None, init=False)
 
     @functools.cached_property
     def for_loss(self) -> Tensor | None:
@@ -73,16 +72,14 @@ class LossScales:
             return compute_gradient_scale(self.problem, self.for_loss, self.upstream)
         return compute_gradient_scale(self.problem, self.for_loss * self.upstream)
 
+    @functools.cached_property
     def for_gradient(self) -> Tensor | None:
-        """Return the scales times the gradient scale and the upstream gradient of the loss. The first call launches
-        kernels."""
-        if self._for_gradient is None:
-            self._for_gradient = self.for_loss
-            for factor in (self.gradient_scale, self.upstream):
-                if self._for_gradient is not None and factor is not None and factor.dim() == 0:
-                    scales = self._for_gradient
-                    self._for_gradient = torch.cat((scales[:2] * factor, scales[2:]))
-        return self._for_gradient
+        """Scales times the gradient scale and the upstream gradient of the loss."""
+        scales = self.for_loss
+        for factor in (self.gradient_scale, self.upstream):
+            if scales is not None and factor is not None and factor.dim() == 0:
+                scales = torch.cat((scales[:2] * factor, scales[2:]))
+        return scales
 
 
 def compute_gradient_scale(p: RowProblem, scales: Tensor, upstream: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from flce.core.device_record import KNOWN_KINDS, DeviceRecord
+from flce.core.devices import KNOWN_KINDS, DeviceRecord
 from flce.engine.case import Case, ceil_div
 
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 
 from flce.backends import choose_backend, device_has_fused_products, has_fused_products
-from flce.core.device_record import KNOWN_KINDS, DeviceRecord, find_kinds
-from flce.core.devices import device_record, find_device
+from flce.core.devices import KNOWN_KINDS, DeviceRecord, device_record, find_device, find_kinds
 from flce.core.numbers import check_int
 
 

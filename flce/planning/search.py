@@ -24,7 +24,7 @@ from flce.engine.schedules import SCHEDULES, Schedule
 from flce.engine.schedules.blocks import Blocks
 from flce.engine.schedules.chunks import Chunks, DeferredChunks
 from flce.engine.schedules.sampled import Sampled, default_rows
-from flce.engine.schedules.statistics import Statistics
+from flce.engine.schedules.schedule import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
 from flce.planning.cost_model import least_seconds, rates
 from flce.planning.plan import MEMORY_SHARE, ChunkPlan, fastest_near, plan_for_size, smallest_near

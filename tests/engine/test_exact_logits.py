@@ -17,7 +17,7 @@ from flce.engine.pass_context import PassContext
 from flce.engine.schedules import SCHEDULES, Schedule
 from flce.engine.schedules.blocks import Blocks, BlocksAroundSum, ChunksOfBlocks, SeparatePasses
 from flce.engine.schedules.chunks import Chunks, DeferredChunks
-from flce.engine.schedules.statistics import Statistics
+from flce.engine.schedules.schedule import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning import search
 from flce.testing.problem import ALL_GRADS, Problem, make_problem, relative_error, run_fused, run_oracle

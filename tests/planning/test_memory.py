@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import flce
 from flce.backends import contract, eager, sampling
 from flce.backends.contract import RowOutputs
-from flce.core.device_record import CPU
+from flce.core.devices import CPU
 from flce.core.problem import LossSpec
 from flce.engine import schedules
 from flce.engine.arena import CountingArena

@@ -28,8 +28,7 @@ from hypothesis import strategies as st
 import flce
 from benchmarks.memory import profile_memory
 from flce.backends.contract import FUSED_PRODUCT_FIELDS
-from flce.core.device_record import KNOWN_KINDS
-from flce.core.devices import device_record
+from flce.core.devices import KNOWN_KINDS, device_record
 from flce.core.problem import LogprobSpec, LossSpec, Needs
 from flce.engine.case import Case
 from flce.engine.schedules import SCHEDULES, Schedule

@@ -5,8 +5,7 @@ from __future__ import annotations
 from flce.engine.schedules.blocks import Blocks, BlocksAroundSum, ChunksOfBlocks, SeparatePasses
 from flce.engine.schedules.chunks import Chunks, DeferredChunks
 from flce.engine.schedules.sampled import Sampled
-from flce.engine.schedules.schedule import Schedule
-from flce.engine.schedules.statistics import Statistics
+from flce.engine.schedules.schedule import Schedule, Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 
 SCHEDULES: tuple[type[Schedule], ...] = (

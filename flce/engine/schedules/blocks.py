@@ -10,8 +10,7 @@ from flce.engine.borrowing import BLOCK_MULTIPLE, BlockLayout, borrow, borrow_as
 from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules.chunks import DeferredChunks
-from flce.engine.schedules.schedule import NO_SIZES, sizes_up_to
-from flce.engine.schedules.statistics import Deferred, statistics_schedule
+from flce.engine.schedules.schedule import NO_SIZES, Deferred, sizes_up_to, statistics_schedule
 from flce.engine.sums import DxSum, add_to_dw, add_to_dx, block_sum_builder, finish_sums
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from flce.core.slices import slice_rows
 from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
-from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
-from flce.engine.schedules.statistics import Deferred, statistics_schedule
+from flce.engine.schedules.schedule import NO_SIZES, Deferred, Schedule, sizes_up_to, statistics_schedule
 from flce.engine.sums import add_to_dw, add_to_dx, build_dw_sums, finish_sums
 
 

@@ -13,8 +13,7 @@ from flce.engine.case import ROW_MULTIPLE, Case, ceil_div, equal_rows
 from flce.engine.pass_context import PassContext
 from flce.engine.sampling import BOUND_MARGIN, FrequentClasses, SampledGradients, choose_frequent, local_targets
 from flce.engine.schedules.blocks import Blocks
-from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
-from flce.engine.schedules.statistics import Deferred, Statistics, statistics_schedule
+from flce.engine.schedules.schedule import NO_SIZES, Deferred, Schedule, Statistics, sizes_up_to, statistics_schedule
 
 # Classes of a block if there are too many entries.
 DENSE_COLS = 4096

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce.core.device_record import UNKNOWN_DEVICE
+from flce.core.devices import UNKNOWN_DEVICE
 from flce.core.options import ChunkOptions
 from flce.huggingface.estimate.language_model import (
     Lora,

@@ -203,7 +203,7 @@ def _find_gpu(given: str | None, size: str | None, dtype: torch.dtype) -> tuple[
     import torch
 
     from flce.backends import choose_backend
-    from flce.core.device_record import find_kinds
+    from flce.core.devices import find_kinds
     from flce.planning.device_kinds import resolve_device
 
     device, kind, notes = torch.device("cuda"), given, []
