@@ -173,7 +173,6 @@ def fused_linear_cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> fused_linear_cross_entropy(h, W, y, shift=1).backward()
     """
-    ignore_index = -100 if ignore_index is None else ignore_index
     spec = loss_spec(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
         logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, stats=stats, empty_loss=empty_loss,
@@ -427,7 +426,6 @@ def cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> cross_entropy(logits, y, shift=1, z_loss=1e-4, inplace=True).backward()
     """
-    ignore_index = -100 if ignore_index is None else ignore_index
     spec = loss_spec(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
         logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, stats=stats, empty_loss=empty_loss,

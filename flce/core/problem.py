@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class LossSpec:
     """
 
     reduction: str = "mean"
-    ignore_index: int = -100
+    ignore_index: int = -100  # None is converted, too
     label_smoothing: float = 0.0
     softcap: float | None = None
     logit_scale: float = 1.0
@@ -81,7 +81,9 @@ class LossSpec:
             if type(value) is not float and not (may_be_none and value is None):
                 # PyTorch accepts a bool as `label_smoothing`. It does not have the other fields.
                 object.__setattr__(self, name, check_float(name, value, may_be_bool=name == "label_smoothing"))
-        if type(self.ignore_index) is not int:
+        if self.ignore_index is None:
+            object.__setattr__(self, "ignore_index", -100)
+        elif type(self.ignore_index) is not int:
             object.__setattr__(self, "ignore_index", check_int("ignore_index", self.ignore_index))
         for name, (fits, expected) in _EXPECTED.items():
             if not fits(getattr(self, name)):
@@ -157,20 +159,6 @@ class LogprobSpec(LossSpec):
         object.__setattr__(self, "top_k", check_int("top_k", self.top_k))
         if not 0 <= self.top_k <= MAX_ENTRIES:
             raise ValueError(f"top_k must be from 0 to {MAX_ENTRIES}, got {self.top_k}")
-
-
-class SpecArguments(TypedDict, total=False):
-    """Fields of `LossSpec` except `stats`, and `shift`, as arguments of both losses; for type checkers."""
-
-    ignore_index: int | None
-    reduction: str
-    label_smoothing: float
-    softcap: float | None
-    logit_scale: float
-    temperature: float
-    z_loss: float
-    shift: int
-    empty_loss: str
 
 
 def loss_spec(**values: Any) -> LossSpec:

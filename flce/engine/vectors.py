@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +20,14 @@ from flce.core.problem import LossSpec
 FLOAT16_GRAD_PEAK = 2.0**10
 
 
-def pack_outputs(outputs: RowOutputs) -> tuple[Tensor, ...]:
-    """Return the outputs as custom operators return them: results that are not requested have shape (0,). No two
-    tensors share memory."""
-    return tuple(outputs.loss.new_empty(0) if t is None else t for t in outputs)
+def pack(results: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """Return the results as custom operators return them: results that are not requested have shape (0,), and the dtype
+    and the device of `like`. No two tensors share memory."""
+    return tuple(like.new_empty(0) if t is None else t for t in results)
 
 
 def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors with the shapes and dtypes of `pack_outputs` after the reduction, on the device of `like`."""
+    """Return tensors with the shapes and dtypes of the packed outputs after the reduction, on the device of `like`."""
 
     def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return like.new_empty(shape, dtype=dtype)
@@ -35,7 +36,7 @@ def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
     if p.spec.reduction != "none":
         loss, z_loss = outputs.loss.new_empty(()), outputs.z_loss
         outputs = outputs._replace(loss=loss, z_loss=None if z_loss is None else z_loss.new_empty(()))
-    return pack_outputs(outputs)
+    return pack(outputs, outputs.loss)
 
 
 @dataclass

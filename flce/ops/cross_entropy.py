@@ -180,7 +180,7 @@ def _reduce_outputs(p: CrossEntropyProblem, rows: Rows) -> tuple[Tensor, ...]:
     """Return the results of the operator, as `_RESULTS` lists them, from the outputs of all rows."""
     assert rows.out is not None
     results, *others = vectors.reduce(p, rows.scales.backend, rows.out, rows.scales.for_loss)
-    return *vectors.pack_outputs(results), *(rows.normalizer.new_empty(0) if t is None else t for t in others)
+    return vectors.pack((*results, *others), rows.normalizer)
 
 
 # ---------------------------------------------------------------------------------------------------------

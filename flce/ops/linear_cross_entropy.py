@@ -67,11 +67,9 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem) -> RowOutputs:
 
 
 def _forward(problem: LinearCrossEntropyProblem) -> tuple[Any, ...]:
-    result = _run_forward(problem)
-    optional = result.gradient_scale, result.token_weight_grad
-    gradient_scale, token_weight_grad = (result.outputs.loss.new_empty(0) if t is None else t for t in optional)
-    samples = pack_samples(problem, result.samples)
-    return *vectors.pack_outputs(result.outputs), result.grads, gradient_scale, token_weight_grad, samples
+    outputs, grads, *optional, samples = _run_forward(problem)
+    others = vectors.pack(optional, outputs.loss)
+    return *vectors.pack(outputs, outputs.loss), grads, *others, pack_samples(problem, samples)
 
 
 def _run_forward(problem: LinearCrossEntropyProblem) -> passes.ForwardResult:

@@ -131,7 +131,7 @@ def make_case(p: LinearCrossEntropyProblem, gpu: DescribedDevice | None = None) 
         most_classes, num_processes = p.shard.max_local_vocab_size, p.shard.process_group.size()
     # Fused products read their operands along rows.
     row_major = all(x.stride(-1) == 1 == w.stride(-1) for x, w in p.terms)
-    if p.is_traced and options.strategy == "auto" and p.dtype == torch.float16:
+    if p.is_traced and options.strategy == "auto" and p.dtype == torch.float16 and p.spec.reduction != "none":
         # With "auto", forward in a graph computes gradients even where the schedule defers them, and would round
         # them to float16 before the upstream gradient is known. So the strategy is fixed.
         options = replace(options, strategy="tokens" if options.max_workspace_bytes is None else "vocab")

@@ -142,7 +142,7 @@ def make_logprob_problem(
         size = candidates.shape[-1]
         candidates = candidates.to(torch.int64).expand(*tokens, size).reshape(math.prod(tokens), size)
     spec = LogprobSpec(
-        ignore_index=-100 if ignore_index is None or target is None else ignore_index,
+        ignore_index=None if target is None else ignore_index,  # type: ignore[arg-type]  # converted by the spec
         softcap=softcap,
         logit_scale=logit_scale,
         temperature=temperature if row_temperature is None else 1.0,  # type: ignore[arg-type]  # converted by the spec

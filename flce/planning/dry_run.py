@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -36,14 +36,12 @@ TYPICAL_ENTRIES = 128
 MERGE_VECTORS, MERGE_VECTORS_WITH_STATISTICS = 4, 7
 
 
-@dataclass(frozen=True)
-class PlanCosts:
+class PlanCosts(NamedTuple):
+    """Costs of a plan, see `ChunkPlan`."""
+
     workspace_bytes: int
-    """Peak memory beyond the inputs and the returned gradients, over forward and backward."""
     flops: int
-    """Work of the matrix products."""
     seconds: float
-    """Estimated time, without collectives."""
 
 
 def count_costs(plan: Plan) -> PlanCosts:

@@ -1,4 +1,4 @@
-"""Kernels for gradients from sampled entries, and their launches. See `flce/engine/sampling.py`.
+"""Kernels for gradients from sampled entries, and their launches. See `flce/engine/schedules/sampled.py`.
 
 `backends/sampling.py` has the same operations in PyTorch. The fused product marks entries, too (`product.py`).
 """
