@@ -25,7 +25,7 @@ from flce.core.shard import Shard
 from flce.engine.case import Case, Dtypes
 from flce.planning.device_kinds import DescribedDevice
 from flce.planning.plan import ChunkPlan
-from flce.planning.search import BudgetError, make_plan, plan_for_case, plan_for_shard
+from flce.planning.search import BudgetError, make_plan, plan_for_case
 from flce.torch_ops import from_json, to_json
 
 ResultT = TypeVar("ResultT")
@@ -211,8 +211,7 @@ def count_flops(p: LinearCrossEntropyProblem) -> tuple[int, int]:
 
 
 def plan_for_problem(p: LinearCrossEntropyProblem) -> ChunkPlan:
-    plan, size = plan_for_case(make_case(p)), p.local_vocab_size
-    return plan if size == plan.case.vocab_size else plan_for_shard(plan, size)
+    return plan_for_case(make_case(p))
 
 
 def run_plan(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan, can_repeat: bool = True) -> ResultT:

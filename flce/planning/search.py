@@ -14,7 +14,6 @@ import bisect
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LogprobSpec
@@ -76,18 +75,6 @@ class BudgetError(ValueError):
     def least_text(self) -> str:
         """The least budget as an argument, rounded up: ``1.25MiB``."""
         return f"{math.ceil(100 * self.least / MIB) / 100:.2f}MiB"
-
-
-@functools.lru_cache(maxsize=64)
-def plan_for_shard(plan: ChunkPlan, vocab_size: int) -> ChunkPlan:
-    """Return the plan of a process with fewer classes than the process that `plan` is for. Both call the same
-    collectives. The workspace may exceed the budget without an error: the returned gradients are smaller, so that more
-    of the same memory counts as workspace."""
-    c = replace(plan.case, vocab_size=vocab_size)
-    schedule = plan.schedule.for_shard(c)
-    if schedule is not None:
-        return ChunkPlan(c, plan.strategy, schedule)
-    return _best_or_smallest_plan(replace(c, options=replace(c.options, strategy=plan.strategy)))  # type: ignore[arg-type]
 
 
 def make_plan(c: Case) -> ChunkPlan:

@@ -55,9 +55,6 @@ class BlocksAroundSum(Blocks):
     """`Blocks` with the float32 sum of dX in the memory of dW of the last classes. The logits of the last classes are
     computed three times: for statistics, for dX, which is then rounded to separate memory, and for dW."""
 
-    dx_sum_start: int
-    """The first of these last classes."""
-
     @classmethod
     def sizes(cls, c: Case) -> range:
         sum_dtype = c.dtypes(True).sums
@@ -74,20 +71,19 @@ class BlocksAroundSum(Blocks):
         start = dx_sum_start(c.num_tokens, c.vocab_size, sum_dtype, c.dtype)
         return range(1, c.vocab_size) if possible and 2 * start >= c.vocab_size else NO_SIZES
 
-    @classmethod
-    def from_size(cls, c: Case, size: int) -> BlocksAroundSum:
-        start = dx_sum_start(c.num_tokens, c.vocab_size, c.dtypes(True).sums, c.dtype)
-        return cls(statistics_schedule(c, c.chunk_rows, size), _block_layout(c, size), start)
-
     def backward(self, ctx: PassContext) -> None:
-        x, dW = ctx.terms[0].input, ctx.dw_memory()
-        dx_sum = borrow_as(dW[self.dx_sum_start :], x.shape, ctx.dtypes.sums)
+        x, dtypes = ctx.terms[0].input, ctx.dtypes
+        start = dx_sum_start(len(x), ctx.vocab_size, dtypes.sums, x.dtype)
+        if 2 * start < ctx.vocab_size:  # a shard of fewer classes, with too little memory
+            super().backward(ctx)
+            return
+        dx_sum = borrow_as(ctx.dw_memory()[start:], x.shape, dtypes.sums)
         ctx.set_dx_memory(0, dx_sum)
-        compute_blocks(ctx, self.layout, 0, self.dx_sum_start)
+        compute_blocks(ctx, self.layout, 0, start)
         without_borrowing = BlockLayout(self.layout.rows, self.layout.cols)
-        compute_blocks(ctx, without_borrowing, self.dx_sum_start, ctx.vocab_size, with_dw=False)
+        compute_blocks(ctx, without_borrowing, start, ctx.vocab_size, with_dw=False)
         ctx.set_dx_memory(0, ctx.unscale_and_round_to(dx_sum, ctx.problem.dtype))
-        compute_blocks(ctx, self.layout, self.dx_sum_start, ctx.vocab_size, with_dx=False)
+        compute_blocks(ctx, self.layout, start, ctx.vocab_size, with_dx=False)
 
 
 @dataclass(frozen=True)

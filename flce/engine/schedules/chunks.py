@@ -40,9 +40,6 @@ class Chunks(Schedule):
             add_to_dw(ctx, tile_dlogits, chunk, ctx.all_classes, dw_sums)
         finish_sums(dw_sums)
 
-    def for_shard(self, c: Case) -> Chunks:
-        return self
-
 
 @dataclass(frozen=True)
 class DeferredChunks(Deferred):

@@ -22,7 +22,8 @@ class Schedule:
     """A loop over the tiles of logits: a frozen dataclass of sizes with the methods `forward` and `backward`.
 
     The planner chooses one of several sizes: usually tokens of a chunk or classes of a block. A larger size needs more
-    memory and should be faster.
+    memory and should be faster. All processes of a divided head run the schedule of the process with most classes, so
+    that they call the same collectives: what depends on the number of classes is computed from the context.
 
     Attributes:
         strategy: "tokens" or "vocab", as users choose it. With "vocab" gradients are deferred.
@@ -64,12 +65,6 @@ class Schedule:
     def backward(self, ctx: PassContext) -> None:
         """Compute the gradients, if `deferred`."""
         raise NotImplementedError
-
-    def for_shard(self, c: Case) -> Schedule | None:
-        """Return the schedule for a process with fewer classes of a divided head. `self` is the schedule of the process
-        with most classes. Both must call the same collectives for the same tokens. Return None if the planner may
-        choose any deferred schedule, because all deferred schedules call the same collectives."""
-        return None
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         """Return the number of tokens of a chunk and the number of classes of each block."""

@@ -227,9 +227,6 @@ class Unnormalized(Schedule):
         if ctx.problem.needs.bias:
             exponentials.add_target_bias_terms(stop)
 
-    def for_shard(self, c: Case) -> Unnormalized:
-        return type(self).from_size(c, self.rows) if self.rows in self.sizes(c) else Unnormalized(self.rows)
-
     def _add_dx(self, ctx: PassContext, exponentials: Exponentials, term: int, exps: Tensor, chunk: slice) -> None:
         """Compute dX of a term. If logits were in memory, the float32 product has at most the size of a block of
         logits."""
@@ -275,6 +272,9 @@ class Recomputed(Unnormalized):
 
     def forward(self, ctx: PassContext) -> None:
         first_recomputed = second_half_start(ctx.vocab_size)
+        if first_recomputed == 0:  # a shard of few classes
+            super().forward(ctx)
+            return
         self._run_chunks(ctx, first_recomputed)
         ctx.release_inputs()  # Gathered rows were scaled in their memory.
         compute_blocks(ctx, self.layout, first_recomputed, ctx.vocab_size, with_dx=False)
@@ -288,7 +288,9 @@ class Borrowed(Schedule):
     """Products of all tokens at once, with tiles of classes. All tiles except the first are borrowed from dW, which is
     written from the last tile to the first. Three products. Size 1 has the most borrowed tiles."""
 
-    tiles: tuple[TilePlacement, ...]
+    num_borrowed: int
+    """Number of borrowed tiles. In a small shard there may be room for none."""
+    multiprocessors: int = 1
 
     sized_by_tokens = False
 
@@ -298,17 +300,28 @@ class Borrowed(Schedule):
         possible = c.needs.weights[0] and not c.needs.bias and not c.skip_ignored and c.supports_fused_products
         if not (at_once and possible and Unnormalized.sizes(c)):
             return NO_SIZES
-        return range(1, 1 + len(_possible_placements(c)))
+        return range(1, 1 + len(cls._possible(c)))
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> Borrowed:
-        return Borrowed(_possible_placements(c)[size - 1])
+        return cls._possible(c)[size - 1]
+
+    @classmethod
+    def _possible(cls, c: Case) -> list[Borrowed]:
+        """Return the schedules of all numbers of borrowed tiles. With few classes or very many tokens no tile can be
+        borrowed."""
+        schedules = [cls(count, max(1, c.device.multiprocessors)) for count in BORROWED_TILE_COUNTS]
+        sizes = c.num_tokens, c.hidden_sizes[0], c.vocab_size
+        return [schedule for schedule in schedules if len(schedule.place_tiles(*sizes)) > 1]
+
+    def place_tiles(self, rows: int, hidden: int, vocab_size: int) -> tuple[TilePlacement, ...]:
+        return place_tiles(rows, hidden, vocab_size, self.num_borrowed, self.multiprocessors)
 
     def forward(self, ctx: PassContext) -> None:
         rows = ctx.problem.num_tokens
         (chunk,) = ctx.chunks(rows)
         (x,), weight, dW = ctx.term_inputs(chunk), ctx.terms[0].weight, ctx.dw_memory()
-        separate, *borrowed = self.tiles
+        separate, *borrowed = places = self.place_tiles(rows, x.shape[1], ctx.vocab_size)
         tiles = [ctx.new_tile(rows, separate.stop - separate.start, ctx.dtypes.logits_grad)]
         tiles += [borrow(dW[place.borrowed_class :], rows, place.stop - place.start) for place in borrowed]
         exponentials = Exponentials(ctx)
@@ -316,7 +329,7 @@ class Borrowed(Schedule):
         scaled = residual = None
         if ctx.problem.needs.inputs[0]:
             product = ctx.new((rows, x.shape[1]), torch.float32)
-            for tile, place in zip(tiles, self.tiles, strict=True):
+            for tile, place in zip(tiles, places, strict=True):
                 ctx.matmul(tile, weight[place.classes], out=product, accumulate=place.start > 0)
             exponentials.finish_input_gradient(0, product, chunk)
             # dX is written: the memory of the float32 product now holds two half-precision tensors.
@@ -324,22 +337,6 @@ class Borrowed(Schedule):
         scaled = exponentials.scale_rows(x, chunk, ctx.new(x.shape, x.dtype) if scaled is None else scaled)
         exponentials.compute_weight_gradient(0, tiles, scaled, residual)
 
-    def for_shard(self, c: Case) -> Schedule:
-        schedules = [self.from_size(c, size) for size in self.sizes(c)]
-        return min(
-            schedules,
-            key=lambda other: abs(len(other.tiles) - len(self.tiles)),
-            default=Unnormalized(c.num_tokens),
-        )
-
     def describe(self, c: Case) -> str:
-        cols, num_borrowed = self.tiles[0].stop, len(self.tiles) - 1
-        return f"all {c.num_tokens} tokens at once, a tile of {cols} classes and {num_borrowed} borrowed"
-
-
-def _possible_placements(c: Case) -> list[tuple[TilePlacement, ...]]:
-    """Return the tiles for each number of borrowed tiles. With few classes or very many tokens no tile can be
-    borrowed."""
-    shape, processors = (c.num_tokens, c.hidden_sizes[0], c.vocab_size), max(1, c.device.multiprocessors)
-    placements = [place_tiles(*shape, count, processors) for count in BORROWED_TILE_COUNTS]
-    return [tiles for tiles in placements if len(tiles) > 1]
+        cols = self.place_tiles(c.num_tokens, c.hidden_sizes[0], c.vocab_size)[0].stop
+        return f"all {c.num_tokens} tokens at once, a tile of {cols} classes and {self.num_borrowed} borrowed"
