@@ -115,8 +115,6 @@ class PassContext:
         self._db: Tensor | None = None
         self._gathered: tuple[slice, list[Tensor]] | None = None
         self._chunk_row_gradient: tuple[slice, Tensor] | None = None
-        self._gradient_calls: dict[tuple[int, int], GradientCall] = {}
-        """Calls of the chunk of `_chunk_row_gradient` by their tokens, for any classes."""
 
     # ------------------------------------------------------------------------------------------------- loops
 
@@ -457,27 +455,21 @@ class PassContext:
         row_gradient, first_row = self.row_gradient, 0
         if row_gradient is None:
             row_gradient, first_row = self._compute_row_gradient(chunk), chunk.start
-        call = self._gradient_calls.get((tokens.start, tokens.stop))
-        if call is None:
-            # Only label smoothing still reads class weights.
-            inputs = self.rows.tile_inputs(tokens)
-            if not self.rows.spec.label_smoothing:
-                inputs = inputs._replace(class_weight=None)
-            call = GradientCall(
-                inputs,
-                self.rows.spec,
-                self.rows.tile_classes(classes),
-                slice_columns(self.normalizer, tokens),
-                slice_columns(row_gradient, offset_slice(tokens, -first_row)),
-            )
-            self._gradient_calls[tokens.start, tokens.stop] = call
-        return call._replace(tile=self.rows.tile_classes(classes))
+        inputs = self.rows.tile_inputs(tokens)
+        if not self.rows.spec.label_smoothing:  # Only label smoothing still reads class weights.
+            inputs = inputs._replace(class_weight=None)
+        return GradientCall(
+            inputs,
+            self.rows.spec,
+            self.rows.tile_classes(classes),
+            slice_columns(self.normalizer, tokens),
+            slice_columns(row_gradient, offset_slice(tokens, -first_row)),
+        )
 
     def _compute_row_gradient(self, chunk: slice) -> Tensor:
         """Return `GradientCall.row_gradient` of the loss of a chunk. It is computed once for each chunk."""
         if self._chunk_row_gradient is None or self._chunk_row_gradient[0] != chunk:
             self._chunk_row_gradient = None
-            self._gradient_calls.clear()
             self._chunk_row_gradient = chunk, self.rows.compute_row_gradient(chunk)
         return self._chunk_row_gradient[1]
 

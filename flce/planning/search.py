@@ -20,8 +20,7 @@ from flce.core.problem import LogprobSpec
 from flce.core.sizes import MIB
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, STATISTICS_ROWS, Case, ceil_div
 from flce.engine.schedules import SCHEDULES, Schedule
-from flce.engine.schedules.blocks import Blocks
-from flce.engine.schedules.chunks import Chunks, DeferredChunks
+from flce.engine.schedules.gradients import Blocks, Chunks, DeferredChunks
 from flce.engine.schedules.sampled import Sampled, default_rows
 from flce.engine.schedules.schedule import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized

@@ -16,8 +16,14 @@ from flce.engine.borrowing import dx_sum_start
 from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules import SCHEDULES, Schedule
-from flce.engine.schedules.blocks import Blocks, BlocksAroundSum, ChunksOfBlocks, SeparatePasses
-from flce.engine.schedules.chunks import Chunks, DeferredChunks
+from flce.engine.schedules.gradients import (
+    Blocks,
+    BlocksAroundSum,
+    Chunks,
+    ChunksOfBlocks,
+    DeferredChunks,
+    SeparatePasses,
+)
 from flce.engine.schedules.schedule import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning import search

@@ -24,7 +24,7 @@ from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime
 from flce.engine.schedules import SCHEDULES, Schedule
-from flce.engine.schedules.chunks import Chunks, DeferredChunks
+from flce.engine.schedules.gradients import Chunks, DeferredChunks
 from flce.engine.schedules.schedule import NO_SIZES, sizes_up_to
 from flce.engine.schedules.unnormalized import Recomputed, Unnormalized
 from flce.engine.sums import DxSum

@@ -32,8 +32,7 @@ from flce.core.devices import KNOWN_KINDS, device_record
 from flce.core.problem import LogprobSpec, LossSpec, Needs
 from flce.engine.case import Case
 from flce.engine.schedules import SCHEDULES, Schedule
-from flce.engine.schedules.blocks import Blocks, SeparatePasses
-from flce.engine.schedules.chunks import Chunks, DeferredChunks
+from flce.engine.schedules.gradients import Blocks, Chunks, DeferredChunks, SeparatePasses
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning import search
 from flce.planning.plan import plan_for_size

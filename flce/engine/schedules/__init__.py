@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from flce.engine.schedules.blocks import Blocks, BlocksAroundSum, ChunksOfBlocks, SeparatePasses
-from flce.engine.schedules.chunks import Chunks, DeferredChunks
+from flce.engine.schedules.gradients import (
+    Blocks,
+    BlocksAroundSum,
+    Chunks,
+    ChunksOfBlocks,
+    DeferredChunks,
+    SeparatePasses,
+)
 from flce.engine.schedules.sampled import Sampled
 from flce.engine.schedules.schedule import Schedule, Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized

@@ -40,7 +40,7 @@ from flce.engine.borrowing import (
 )
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, Case
 from flce.engine.pass_context import GradientTile, PassContext
-from flce.engine.schedules.blocks import block_rows, compute_blocks
+from flce.engine.schedules.gradients import block_rows, compute_blocks
 from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 from flce.engine.sums import build_dw_sums
 
