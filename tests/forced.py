@@ -8,9 +8,8 @@ import pytest
 
 from flce.engine.borrowing import BlockLayout
 from flce.engine.case import Case
-from flce.engine.schedules import Schedule
 from flce.engine.schedules.gradients import Blocks
-from flce.engine.schedules.schedule import Statistics
+from flce.engine.schedules.schedule import Schedule, Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
 from flce.ops import linear_operators
 from flce.planning.plan import ChunkPlan

@@ -50,12 +50,12 @@ from flce.backends.triton import softmax
 from flce.core.devices import KNOWN_KINDS, DeviceRecord, device_record
 from flce.core.gemm import padded_cols
 from flce.core.problem import DIVERGENCES, LogprobSpec, LossSpec, Needs, accumulation_dtype
-from flce.engine.arena import CountingArena
 from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime
-from flce.engine.schedules import SCHEDULES
 from flce.planning import dry_run
+from flce.planning.dry_run import CountingArena
+from flce.planning.search import SCHEDULES
 from tests.tiles import EVERY_FEATURE
 
 # Bytes that a thread may spill to memory.

@@ -27,11 +27,10 @@ from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.log import find_caller, sampled_passes
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
 from flce.core.slices import offset_slice, slice_columns, slice_rows
-from flce.engine.arena import Arena
 from flce.engine.case import BLOCK_ROWS, Dtypes
 from flce.engine.selection import DeviceInt, Selection
 from flce.engine.shards import Rows
-from flce.engine.top_k import TopK
+from flce.engine.vectors import Arena, TopK
 
 
 class CandidateGrads(NamedTuple):

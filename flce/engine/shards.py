@@ -50,10 +50,8 @@ from flce.core.gemm import padded_cols
 from flce.core.problem import LinearCrossEntropyProblem, LossSpec
 from flce.core.shard import Shard, all_gather
 from flce.core.slices import slice_columns
-from flce.engine.arena import Arena
 from flce.engine.selection import Selection
-from flce.engine.top_k import TopK
-from flce.engine.vectors import LossScales, can_read_values
+from flce.engine.vectors import Arena, LossScales, TopK, can_read_values
 
 # A normalizer with which every probability is 0. It is finite, so that differences are not NaN.
 OFFSET_OF_EMPTY_SHARD = 1e30

@@ -1,11 +1,11 @@
-"""Vectors of one value per row: allocation, loss scales, reduction, and checks of targets. The linear losses, the loss
-of given logits, the results of tokens and dry runs call it."""
+"""The allocator of a pass, and vectors of one value per row: loss scales, reduction, largest logits, and checks of
+targets. The linear losses, the loss of given logits, the results of tokens and dry runs call it."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,19 @@ from flce.core.problem import LossSpec
 # The largest entry that the gradient of float16 logits should have. The range of float16 is 6e-8 to 65504. The headroom
 # of 2^6 is for factors that `LossSpec.typical_gradient` does not include.
 FLOAT16_GRAD_PEAK = 2.0**10
+# Maximum number of logits to which a bias is added at a time, because the sum is a copy.
+BIASED_ENTRIES = 1 << 20
+
+
+class Arena:
+    """Allocator on a device for all memory of a schedule. Memory is freed with the last view of it."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = device
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
+        allocate = torch.zeros if zero else torch.empty
+        return allocate(shape, dtype=dtype, device=self.device)
 
 
 def pack(results: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
@@ -154,6 +167,37 @@ def _token_weight_gradient(spec: LossSpec, out: RowOutputs, scales: Tensor | Non
         total += scale_losses(z_loss, scales[1], spec)
     # If all tokens are ignored, the scales of a mean are infinite.
     return total.masked_fill_(ignored, 0.0)
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The k largest logits of each row so far, bias included, before scale and softcap. The k smallest if the scale is
+    negative, because they have the largest z. If fewer than k classes were added, only as many columns are written."""
+
+    logits: Tensor  # (rows, k)
+    ids: Tensor  # (rows, k) int64
+    largest: bool
+
+    @staticmethod
+    def allocate(rows: int, k: int, dtype: torch.dtype, scale: float, arena: Arena) -> TopK:
+        """Allocate the results. `scale`: factor of z."""
+        return TopK(arena.new((rows, k), dtype), arena.new((rows, k), torch.int64), scale >= 0)
+
+    def add(self, logits: Tensor, bias: Tensor | None, tokens: slice, classes: slice) -> None:
+        """Merge the logits of some rows and classes. Classes must be added in their order. bias: (cols,)."""
+        k = self.ids.shape[1]
+        num_before, num_after = min(k, classes.start), min(k, classes.stop)
+        step = len(logits) if bias is None else max(1, BIASED_ENTRIES // logits.shape[1])
+        for start in range(0, len(logits), max(1, step)):
+            biased = logits[start : start + step]
+            if bias is not None:
+                biased = biased + bias
+            best, column = biased.topk(min(k, biased.shape[1]), largest=self.largest)
+            rows = slice(tokens.start + start, tokens.start + start + len(biased))
+            values = torch.cat((self.logits[rows, :num_before], best), 1)
+            ids = torch.cat((self.ids[rows, :num_before], column + classes.start), 1)
+            merged, position = values.topk(num_after, largest=self.largest)
+            self.logits[rows, :num_after], self.ids[rows, :num_after] = merged, ids.gather(1, position)
 
 
 def can_read_values(device: torch.device) -> bool:

@@ -25,9 +25,9 @@ from flce.core.log import is_debug_enabled, logger
 from flce.core.problem import CrossEntropyProblem, LossSpec
 from flce.core.shard import Shard
 from flce.engine import vectors
-from flce.engine.arena import Arena
 from flce.engine.selection import Selection
 from flce.engine.shards import Rows, ShardRows
+from flce.engine.vectors import Arena
 from flce.ops.arguments import refuse_double_backward
 from flce.torch_ops import from_json, register_operator, register_skipped_frames, skip_frame_and_callees, to_json
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
@@ -18,13 +19,13 @@ from flce.backends.formulas import RowStatistics
 from flce.core import gemm, private
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec, accumulation_dtype
 from flce.engine import per_token
-from flce.engine.arena import Arena, CountingArena
 from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime, backward, forward
 from flce.engine.schedules.sampled import Sampled
 from flce.engine.selection import Selection
 from flce.engine.shards import Rows, statistics_shape
+from flce.engine.vectors import Arena
 from flce.planning import cost_model
 
 # About the number of borrowed blocks that a dry run executes.
@@ -138,6 +139,29 @@ class AllRows(Selection):
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         # Gathered normalizers are part of `live_vectors`.
         return x if self.index is None or dim > 0 else self.arena.new(x.shape, x.dtype)
+
+
+class CountingArena(Arena):
+    """Arena that counts live bytes. A storage is live until its last view is freed."""
+
+    def __init__(self, device: torch.device | str = "meta") -> None:
+        super().__init__(device)
+        self.live_bytes = self.peak_bytes = 0
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
+        tensor = super().new(shape, dtype, zero)
+        storage = tensor.untyped_storage()
+        self.live_bytes += storage.nbytes()
+        self.count_temporary(0)
+        weakref.finalize(storage, self._count_freed, storage.nbytes()).atexit = False
+        return tensor
+
+    def count_temporary(self, size: int) -> None:
+        """Count temporary memory that one product or one operation of the backend allocates and frees."""
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + size)
+
+    def _count_freed(self, size: int) -> None:
+        self.live_bytes -= size
 
 
 class CountingBackend:

@@ -10,7 +10,7 @@ from flce.core.log import logger
 from flce.core.problem import LogprobSpec
 from flce.engine.case import Case, dtype_text
 from flce.engine.passes import Plan
-from flce.engine.schedules import Schedule
+from flce.engine.schedules.schedule import Schedule
 from flce.planning.dry_run import PlanCosts, count_costs
 
 # Share of the device's memory within which plans without a budget stay, see `search`.

@@ -19,14 +19,33 @@ from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LogprobSpec
 from flce.core.sizes import MIB
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, STATISTICS_ROWS, Case, ceil_div
-from flce.engine.schedules import SCHEDULES, Schedule
-from flce.engine.schedules.gradients import Blocks, Chunks, DeferredChunks
+from flce.engine.schedules.gradients import (
+    Blocks,
+    BlocksAroundSum,
+    Chunks,
+    ChunksOfBlocks,
+    DeferredChunks,
+    SeparatePasses,
+)
 from flce.engine.schedules.sampled import Sampled, default_rows
-from flce.engine.schedules.schedule import Statistics
-from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
+from flce.engine.schedules.schedule import Schedule, Statistics
+from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning.cost_model import least_seconds, rates
 from flce.planning.plan import MEMORY_SHARE, ChunkPlan, fastest_near, plan_for_size, smallest_near
 
+SCHEDULES: tuple[type[Schedule], ...] = (
+    Statistics,
+    Sampled,
+    Chunks,
+    Unnormalized,
+    Borrowed,
+    Recomputed,
+    DeferredChunks,
+    Blocks,
+    BlocksAroundSum,
+    ChunksOfBlocks,
+    SeparatePasses,
+)
 # Without a budget, plans that need more than MEMORY_SHARE of the device's memory are used only if the others take more
 # than MAX_SLOWDOWN times as long as the fastest plan within MAX_MEMORY_SHARE. Pages say 1.5: the search may find a plan
 # that is 1% slower than the fastest.

@@ -29,7 +29,7 @@ if not dist.is_available():
 
 import flce
 from flce.engine.case import Case
-from flce.engine.schedules import Schedule
+from flce.engine.schedules.schedule import Schedule
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed
 from flce.testing.problem import Problem, relative_error, run_oracle
 from tests.distributed.split_head import (

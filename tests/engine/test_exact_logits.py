@@ -15,7 +15,6 @@ from flce.engine import case
 from flce.engine.borrowing import dx_sum_start
 from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
-from flce.engine.schedules import SCHEDULES, Schedule
 from flce.engine.schedules.gradients import (
     Blocks,
     BlocksAroundSum,
@@ -24,9 +23,10 @@ from flce.engine.schedules.gradients import (
     DeferredChunks,
     SeparatePasses,
 )
-from flce.engine.schedules.schedule import Statistics
+from flce.engine.schedules.schedule import Schedule, Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning import search
+from flce.planning.search import SCHEDULES
 from flce.testing.problem import ALL_GRADS, Problem, make_problem, relative_error, run_fused, run_oracle
 from tests.forced import force
 from tests.helpers import BACKENDS, case_of, parametrize_pairs, upstream_of

@@ -31,11 +31,12 @@ from flce.backends.contract import FUSED_PRODUCT_FIELDS
 from flce.core.devices import KNOWN_KINDS, device_record
 from flce.core.problem import LogprobSpec, LossSpec, Needs
 from flce.engine.case import Case
-from flce.engine.schedules import SCHEDULES, Schedule
 from flce.engine.schedules.gradients import Blocks, Chunks, DeferredChunks, SeparatePasses
+from flce.engine.schedules.schedule import Schedule
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning import search
 from flce.planning.plan import plan_for_size
+from flce.planning.search import SCHEDULES
 from flce.testing.problem import make_problem, run_fused
 from tests.helpers import least_budget_unless_accepted, parametrize_pairs, plan_for
 from tests.hopper import case_on_hopper
