@@ -50,8 +50,9 @@ from flce.core.gemm import padded_cols
 from flce.core.problem import LinearCrossEntropyProblem, LossSpec
 from flce.core.shard import Shard, all_gather
 from flce.core.slices import slice_columns
+from flce.engine import vectors
 from flce.engine.selection import Selection
-from flce.engine.vectors import Arena, LossScales, TopK, can_read_values
+from flce.engine.vectors import Arena, LossScales, TopK
 
 # A normalizer with which every probability is 0. It is finite, so that differences are not NaN.
 OFFSET_OF_EMPTY_SHARD = 1e30
@@ -345,7 +346,7 @@ def gather_shard_results(own: RowStatistics, width: int, shard: Shard) -> RowSta
     gathered = all_gather(torch.cat([*named.values(), own.offset.new_full((1,), width)]), shard.process_group)
     values = dict(zip(named, gathered[:, :-1].view(len(gathered), len(named), -1).unbind(1), strict=True))
     widths, expected = gathered[:, -1], shard.local_vocab_sizes(gathered)
-    if can_read_values(widths.device) and not torch.equal(widths, expected):
+    if vectors.can_read_values(widths.device) and not torch.equal(widths, expected):
         raise ValueError(
             f"the processes of the group have logits of {widths.int().tolist()} classes, expected "
             f"{expected.int().tolist()}: give vocab_size where torch.chunk divides them unevenly"

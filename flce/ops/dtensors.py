@@ -26,6 +26,7 @@ from torch import Tensor
 from flce.core.numbers import check_dtype, check_int
 from flce.core.problem import accumulation_dtype
 from flce.core.shard import all_gather, shard_bounds
+from flce.engine import vectors
 from flce.ops import vocabulary_parallel
 from flce.ops.arguments import (
     PLAIN_TENSORS,
@@ -81,7 +82,7 @@ def _compare_calls(function: Callable[..., Any], arguments: dict[str, Any], grou
     Called before all checks, so that no process raises an error while the others wait for its results. `groups`: the
     group of the processes, or the groups of dimensions of a mesh, the last dimension first."""
     device = next((x.device for x in arguments.values() if isinstance(x, Tensor)), torch.device("cpu"))
-    if not groups or torch.compiler.is_compiling() or not vocabulary_parallel.can_read_values(device):
+    if not groups or torch.compiler.is_compiling() or not vectors.can_read_values(device):
         return
     check_group(groups[0])
     call, shards = {"function": function.__name__, "autocast": str(autocast_dtype(device.type))}, {}

@@ -17,7 +17,6 @@ from torch import Tensor
 from flce.core import private
 from flce.core.numbers import check_bool, check_int
 from flce.core.shard import Shard, all_gather, shard_bounds
-from flce.engine.vectors import can_read_values as can_read_values
 from flce.torch_ops import register_operator
 
 

@@ -10,7 +10,7 @@ import functools
 from typing import NamedTuple
 
 from flce.core.devices import KNOWN_KINDS, DeviceRecord
-from flce.engine.case import Case, ceil_div
+from flce.engine.case import ceil_div
 
 
 class Rates(NamedTuple):
@@ -75,11 +75,3 @@ def product_seconds(device: DeviceRecord, m: int, n: int, k: int, itemsize: int)
     return (
         max(compute, (m * k + k * n + m * n) * itemsize / device_rates.operand_bandwidth) + device_rates.launch_seconds
     )
-
-
-def least_seconds(c: Case, deferred: bool) -> float:
-    """Return the seconds of the products of a case at the full rate. `deferred`: logits are computed twice."""
-    products = zip(c.hidden_sizes, c.needs.inputs, c.needs.weights, strict=True)
-    row_flops = 2 * c.vocab_size * sum(size * (1 + deferred + dx + dw) for size, dx, dw in products)
-    rate = rates(c.device).half_flops if c.dtype.itemsize < 4 else rates(c.device).wide_flops
-    return c.num_tokens * row_flops / rate

@@ -207,8 +207,7 @@ class CountingBackend:
 
     def _pass(self, tile: Tensor, grad: Tensor | None = None, keep_logits: bool = False) -> None:
         self.add_pass(tile, *(() if grad is None else (grad,)))
-        if self.case.backend == "torch":
-            self.add_scratch(eager.temporary_bytes(self.case.spec, tile, self.case.device_type, grad, keep_logits))
+        self.add_torch_scratch(eager.temporary_bytes(self.case.spec, tile, self.case.device_type, grad, keep_logits))
 
     def loss_scales(self, p: LinearCrossEntropyProblem) -> None:
         """Return None. The three numbers are not counted."""
@@ -229,8 +228,8 @@ class CountingBackend:
 
     def divergence(self, logits: Tensor, teacher_logits: Tensor, call: Any, teacher: Any, grad: Any = None) -> None:
         self.add_pass(logits, teacher_logits, *([] if grad is None else [grad]))
-        if self.case.backend == "torch":
-            self.add_scratch(max(eager.divergence_bytes(t, self.case.device_type) for t in (logits, teacher_logits)))
+        sizes = (eager.divergence_bytes(t, self.case.device_type) for t in (logits, teacher_logits))
+        self.add_torch_scratch(max(sizes))
 
     def fused_statistics(self, x: Tensor, weight: Tensor, *args: Any) -> None:
         self.add_product(len(x), len(weight), x.shape[1])

@@ -30,7 +30,7 @@ from flce.engine.schedules.gradients import (
 from flce.engine.schedules.sampled import Sampled, default_rows
 from flce.engine.schedules.schedule import Schedule, Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
-from flce.planning.cost_model import least_seconds, rates
+from flce.planning.cost_model import rates
 from flce.planning.plan import MEMORY_SHARE, ChunkPlan, fastest_near, plan_for_size, smallest_near
 
 SCHEDULES: tuple[type[Schedule], ...] = (
@@ -159,10 +159,8 @@ def _fastest(c: Case, budget: int, seconds: float = math.inf) -> ChunkPlan | Non
     """Return the fastest of all plans within the budget; None if every plan exceeds it or takes `seconds` or more."""
     best = None
     for kind, sizes in _allowed_schedules(c):
-        # A schedule is skipped if its products or its largest size are slower than the best plan so far.
-        if (kind.samples or least_seconds(c, kind.deferred) < seconds) and plan_for_size(
-            c, kind, sizes[-1]
-        ).seconds < seconds:
+        # A schedule is skipped if its largest size is slower than the best plan so far.
+        if plan_for_size(c, kind, sizes[-1]).seconds < seconds:
             plan = _best_plan_of_schedule(c, kind, sizes, budget)
             if plan is not None and plan.seconds < seconds:
                 best, seconds = plan, plan.seconds

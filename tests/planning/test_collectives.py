@@ -67,8 +67,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]]]:
         "all_reduce": all_reduce,
     }.items():
         monkeypatch.setattr(dist, name, replacement, raising=False)
-    monkeypatch.setattr("flce.ops.vocabulary_parallel.refuse_equal_shards", lambda *args: None)
-    monkeypatch.setattr("flce.engine.shards.can_read_values", lambda device: False)  # All have the sizes of rank 0.
+    monkeypatch.setattr("flce.engine.vectors.can_read_values", lambda device: False)  # All have the classes of rank 0.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PROCESSES)
     yield counts
     dist.destroy_process_group()
