@@ -29,7 +29,7 @@ from benchmarks.tables import Columns, Table, failure_notes, format_or_dash, rat
 from flce.core.devices import KNOWN_KINDS, device_record
 from flce.core.sizes import GIB, MIB
 from flce.huggingface.estimate.training_memory import Training, TrainingMemory, Variant
-from flce.planning.device_kinds import resolve_device
+from flce.planning.plan import resolve_device
 from flce.tools.machine import DTYPES
 
 KIND, MEMORY = "RTX-4090", 23 * GIB

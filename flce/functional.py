@@ -34,8 +34,7 @@ from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
 from flce.ops.problems import make_linear_problem, make_logits_problem, make_logprob_problem
 from flce.ops.vocabulary_parallel import DivisionArguments
-from flce.planning.device_kinds import resolve_device
-from flce.planning.plan import ChunkPlan
+from flce.planning.plan import ChunkPlan, resolve_device
 from flce.planning.search import plan_for_case
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ def plan_as_on_hopper(monkeypatch: pytest.MonkeyPatch, fused_products: bool = Tr
     """Plan as on a Hopper GPU, also on the CPU, where half-precision logits are then possible. For fixtures."""
     if fused_products and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    for module in ("flce.ops.linear_operators", "flce.planning.device_kinds", "tests.helpers"):
+    for module in ("flce.ops.linear_operators", "flce.planning.plan", "tests.helpers"):
         monkeypatch.setattr(f"{module}.has_fused_products", lambda device: fused_products)
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     clear_plans()

@@ -2,7 +2,7 @@
 PyTorch's device properties.
 
 The rates are the rates of the vendors' data sheets: without sparsity, with sums in float32 (a GeForce then multiplies
-at half speed). `flce.planning.cost_model` estimates the part of these rates that calls reach.
+at half speed). `flce.planning.dry_run` estimates the part of these rates that calls reach.
 
 A *profile* is a JSON file, named by ``FLCE_PROFILE``, that changes the records of the GPUs of this machine. The file
 has one object. Its ``name`` is the name of the device, as in PyTorch or in the table of known kinds. Every other member

@@ -17,13 +17,9 @@ from flce.core.options import ChunkOptions
 from flce.core.shard import Shard
 
 Reduction = Literal["none", "mean", "sum"]
-Stat = Literal["lse", "logprob", "entropy", "argmax", "correct"]
-
-STATS: tuple[str, ...] = get_args(Stat)
-
+STATS = ("lse", "logprob", "entropy", "argmax", "correct")
 # Results of `flce.linear_logprobs`.
-Output = Literal["logprob", "entropy", "lse", "argmax", "correct", "mean_logit"]
-OUTPUTS: tuple[str, ...] = get_args(Output)
+OUTPUTS = ("logprob", "entropy", "lse", "argmax", "correct", "mean_logit")
 # Divergences of `flce.linear_divergence`, and its results.
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 DIVERGENCE_RESULTS = ("divergence", "logprob", "entropy")

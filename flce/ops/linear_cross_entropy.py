@@ -38,8 +38,7 @@ from flce.ops.linear_operators import (
     problem_tensors,
     run_plan,
 )
-from flce.planning.device_kinds import DescribedDevice
-from flce.planning.plan import ChunkPlan, log_new_shape
+from flce.planning.plan import ChunkPlan, DescribedDevice, log_new_shape
 from flce.planning.search import plan_for_case
 from flce.torch_ops import (
     register_formula,

@@ -23,8 +23,7 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs
 from flce.core.shard import Shard
 from flce.engine.case import Case, Dtypes
-from flce.planning.device_kinds import DescribedDevice
-from flce.planning.plan import ChunkPlan
+from flce.planning.plan import ChunkPlan, DescribedDevice
 from flce.planning.search import BudgetError, make_plan, plan_for_case
 from flce.torch_ops import from_json, to_json
 

@@ -1,10 +1,11 @@
 """Dry runs: memory, FLOPs and time of a plan. The engine runs on meta tensors, and an arena and a backend count.
 
-`ChunkPlan` calls `count_costs`.
+`ChunkPlan` calls `count_costs`. The default plan depends on `rates`.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,16 +18,16 @@ from flce.backends import contract, eager, sampling
 from flce.backends.contract import GradientCall, RowOutputs, StatisticsCall
 from flce.backends.formulas import RowStatistics
 from flce.core import gemm, private
+from flce.core.devices import KNOWN_KINDS, DeviceRecord
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec, accumulation_dtype
 from flce.engine import per_token
-from flce.engine.case import Case
+from flce.engine.case import Case, ceil_div
 from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime, backward, forward
 from flce.engine.schedules.sampled import Sampled
 from flce.engine.selection import Selection
 from flce.engine.shards import Rows, statistics_shape
 from flce.engine.vectors import Arena
-from flce.planning import cost_model
 
 # About the number of borrowed blocks that a dry run executes.
 BLOCK_SAMPLES = 6
@@ -170,12 +171,12 @@ class CountingBackend:
 
     def __init__(self, c: Case, arena: CountingArena) -> None:
         self.case, self.seconds, self.flops, self.launches = c, 0.0, 0.0, 0.0
-        self.add_scratch, self.rates = arena.count_temporary, cost_model.rates(c.device)
+        self.add_scratch, self.rates = arena.count_temporary, rates(c.device)
 
     def add_product(self, m: int, n: int, k: int) -> None:
         self.flops += 2 * m * n * k
         self.launches += 1
-        self.seconds += cost_model.product_seconds(self.case.device, m, n, k, self.case.dtype.itemsize)
+        self.seconds += product_seconds(self.case.device, m, n, k, self.case.dtype.itemsize)
 
     def add_pass(self, *tensors: Tensor, launches: int = 1) -> None:
         """Count a pass that reads or writes each of these tensors once."""
@@ -424,3 +425,74 @@ def _sample_blocks(blocks: Sequence[slice]) -> Iterator[tuple[slice, float]]:
     for number in range(0, len(blocks), step):
         block, last = blocks[number], blocks[min(number + step, len(blocks)) - 1]
         yield block, (last.stop - block.start) / (block.stop - block.start)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The estimated time of products and passes: flops / F + bytes / B + launches * L
+#
+# The constants were measured on an H200. For another GPU we assume the same share of the data sheet's rates, and the
+# same constants of the host, of launches and of blocks. A CPU has separate constants.
+
+
+class Rates(NamedTuple):
+    """Rates that calls reach on a device."""
+
+    half_flops: float
+    """Flops per second of products in half precision."""
+    wide_flops: float
+    """Flops per second of products in float32 and float64."""
+    bandwidth: float
+    """Bytes per second of passes, and of sums that products accumulate into."""
+    operand_bandwidth: float
+    """Bytes per second that a product reads and writes while it multiplies."""
+    launch_seconds: float
+    """Seconds from the end of one kernel to the start of the next."""
+    block_shape: tuple[int, int]
+    """Rows and columns of the result that a multiprocessor computes at a time."""
+    min_block_depth: int
+    """The least inner dimension of a block for which a separate multiprocessor is used."""
+    host_seconds_per_launch: float
+    """Seconds in which Python launches a product or a kernel, while the device processes the tile before."""
+
+
+# Fitted to benchmarks/results/h200-earlier.json and the run before it.
+_ON_H200 = Rates(710e12, 50e12, 4e12, 2.5e12, 3e-6, (128, 256), 1024, 30e-6)
+
+
+@functools.cache
+def rates(device: DeviceRecord) -> Rates:
+    """Return the rates that calls reach on a device: the same share of its data sheet's rates as on an H200.
+
+    Every Hopper GPU has the rates of an H200, because plans of all of them were measured with these.
+    """
+    if not device.arch:
+        flops = device.half_flops, device.wide_flops
+        return Rates(*flops, device.bandwidth, device.bandwidth, 20e-6, (16, 16), 1 << 30, 0.0)
+    measured, h200 = _ON_H200, KNOWN_KINDS["H200"]
+    if device.arch == h200.arch and device.profile is None:
+        return measured
+    return measured._replace(
+        half_flops=measured.half_flops * (device.half_flops / h200.half_flops),
+        wide_flops=measured.wide_flops * (device.wide_flops / h200.wide_flops),
+        bandwidth=measured.bandwidth * (device.bandwidth / h200.bandwidth),
+        operand_bandwidth=measured.operand_bandwidth * (device.bandwidth / h200.bandwidth),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def product_seconds(device: DeviceRecord, m: int, n: int, k: int, itemsize: int) -> float:
+    """Return the seconds for (m, k) times (k, n), with the launch.
+
+    Blocks of the result are computed in waves, one block for each multiprocessor. If k is large, several
+    multiprocessors share a block, so that the last wave is shorter.
+    """
+    device_rates = rates(device)
+    tall, wide = device_rates.block_shape
+    blocks = min(ceil_div(m, tall) * ceil_div(n, wide), ceil_div(m, wide) * ceil_div(n, tall))
+    parts = max(1, k // device_rates.min_block_depth)
+    waves = ceil_div(blocks * parts, device.multiprocessors) / parts
+    rate = device_rates.half_flops if itemsize < 4 else device_rates.wide_flops
+    compute = 2 * waves * device.multiprocessors * tall * wide * k / rate
+    return (
+        max(compute, (m * k + k * n + m * n) * itemsize / device_rates.operand_bandwidth) + device_rates.launch_seconds
+    )

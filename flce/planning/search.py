@@ -30,7 +30,7 @@ from flce.engine.schedules.gradients import (
 from flce.engine.schedules.sampled import Sampled, default_rows
 from flce.engine.schedules.schedule import Schedule, Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
-from flce.planning.cost_model import rates
+from flce.planning.dry_run import rates
 from flce.planning.plan import MEMORY_SHARE, ChunkPlan, fastest_near, plan_for_size, smallest_near
 
 SCHEDULES: tuple[type[Schedule], ...] = (

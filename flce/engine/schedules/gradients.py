@@ -28,10 +28,6 @@ class Chunks(Schedule):
     def sizes(cls, c: Case) -> range:
         return sizes_up_to(c.num_tokens) if c.needs.any and not c.must_defer else NO_SIZES
 
-    @classmethod
-    def from_size(cls, c: Case, size: int) -> Chunks:
-        return cls(size)
-
     def forward(self, ctx: PassContext) -> None:
         logits, dlogits = ctx.new_overlapping_tiles(self.rows, ctx.vocab_size)
         dw_sums = build_dw_sums(ctx, self.rows)

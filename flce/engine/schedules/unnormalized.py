@@ -187,10 +187,6 @@ class Unnormalized(Schedule):
             sizes_up_to(c.num_tokens) if c.can_multiply_exponentials and c.needs.any and not c.must_defer else NO_SIZES
         )
 
-    @classmethod
-    def from_size(cls, c: Case, size: int) -> Unnormalized:
-        return Unnormalized(size)
-
     def forward(self, ctx: PassContext) -> None:
         self._run_chunks(ctx, ctx.vocab_size)
 

@@ -42,7 +42,7 @@ from flce.huggingface.estimate.rehearsal import (
 )
 from flce.huggingface.estimate.sharding import Sharding, Shards
 from flce.huggingface.patch import patch_model, report, unpatch_model
-from flce.planning.device_kinds import DescribedDevice
+from flce.planning.plan import DescribedDevice
 from flce.planning.search import BudgetError
 
 # Memory that cuBLAS and cuBLASLt allocate at the first matrix product: 32 MiB each on Hopper. We measured it as the
