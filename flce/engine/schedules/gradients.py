@@ -129,12 +129,11 @@ class BlocksAroundSum(Blocks):
         if 2 * start < ctx.vocab_size:  # a shard of fewer classes, with too little memory
             super().backward(ctx)
             return
-        dx_sum = borrow_as(ctx.dw_memory()[start:], x.shape, dtypes.sums)
-        ctx.set_dx_memory(0, dx_sum)
+        ctx.start_dx_sums(borrow_as(ctx.dw_memory()[start:], x.shape, dtypes.sums))
         compute_blocks(ctx, self.layout, 0, start)
         without_borrowing = BlockLayout(self.layout.rows, self.layout.cols)
         compute_blocks(ctx, without_borrowing, start, ctx.vocab_size, with_dw=False)
-        ctx.set_dx_memory(0, ctx.unscale_and_round_to(dx_sum, ctx.problem.dtype))
+        ctx.finish_dx_sums()
         compute_blocks(ctx, self.layout, start, ctx.vocab_size, with_dx=False)
 
 
