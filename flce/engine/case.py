@@ -225,7 +225,7 @@ class Case:
     @functools.cached_property
     def skip_ignored(self) -> SkipIgnored:
         """True if rows of ignored tokens are dropped. "auto" on a CPU: if this is faster, and dW would not lose a NaN
-        (`selection._has_nonfinite_ignored_rows`). Otherwise, and for a divided head, "auto" is False."""
+        (`rows._has_nonfinite_ignored_rows`). Otherwise, and for a divided head, "auto" is False."""
         skip = self.options.skip_ignored
         return False if skip == "auto" and (self.device_type != "cpu" or self.num_processes is not None) else skip
 

@@ -28,8 +28,7 @@ from flce.core.log import find_caller, sampled_passes
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
 from flce.core.slices import offset_slice, slice_columns, slice_rows
 from flce.engine.case import BLOCK_ROWS, Dtypes
-from flce.engine.selection import DeviceInt, Selection
-from flce.engine.shards import Rows
+from flce.engine.rows import DeviceInt, Rows, Selection
 from flce.engine.vectors import Arena, TopK
 
 

@@ -26,9 +26,8 @@ from flce.core.problem import LinearCrossEntropyProblem
 from flce.engine import vectors
 from flce.engine.case import Case, Dtypes
 from flce.engine.pass_context import PassContext
+from flce.engine.rows import Rows, Selection, ShardRows, gather_class_weights
 from flce.engine.schedules.schedule import Schedule
-from flce.engine.selection import Selection
-from flce.engine.shards import Rows, ShardRows, gather_class_weights
 from flce.engine.vectors import Arena
 
 

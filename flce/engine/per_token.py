@@ -38,7 +38,7 @@ from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec
 from flce.engine import vectors
 from flce.engine.pass_context import CandidateGrads, PassContext
 from flce.engine.passes import Plan, Runtime, build_context, runtime_on
-from flce.engine.selection import Selection
+from flce.engine.rows import Selection
 from flce.engine.vectors import TopK
 
 # The id that is not a class.

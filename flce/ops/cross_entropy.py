@@ -8,7 +8,7 @@ upstream gradient. No tensor is changed in place, so `torch.compile` and autogra
 * `_InPlace`, for logits that may be overwritten, in eager mode. Forward reads a row, and writes its gradient to the
 same memory while the row is in the cache. Backward multiplies the gradient by the upstream gradient, unless it is 1.
 
-If the vocabulary is divided, both merge statistics over the shards between the passes (`engine/shards.py`).
+If the vocabulary is divided, both merge statistics over the shards between the passes (`engine/rows.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from flce.core.log import is_debug_enabled, logger
 from flce.core.problem import CrossEntropyProblem, LossSpec
 from flce.core.shard import Shard
 from flce.engine import vectors
-from flce.engine.selection import Selection
-from flce.engine.shards import Rows, ShardRows
+from flce.engine.rows import Rows, Selection, ShardRows
 from flce.engine.vectors import Arena
 from flce.ops.arguments import refuse_double_backward
 from flce.torch_ops import from_json, register_operator, register_skipped_frames, skip_frame_and_callees, to_json

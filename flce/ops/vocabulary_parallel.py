@@ -1,7 +1,7 @@
 """Vocabulary parallelism: the classes of a head, or of logits, are divided over the processes of a group.
 
 All processes have the same tokens, and each process has one shard of the classes. `ops.problems` calls this
-module to check the shards, and to gather the tokens of sequence parallelism. `engine/shards.py` merges the results.
+module to check the shards, and to gather the tokens of sequence parallelism. `engine/rows.py` merges the results.
 """
 
 from __future__ import annotations

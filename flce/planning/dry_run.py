@@ -24,9 +24,8 @@ from flce.engine import per_token
 from flce.engine.case import Case, ceil_div
 from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime, backward, forward
+from flce.engine.rows import Rows, Selection, statistics_shape
 from flce.engine.schedules.sampled import Sampled
-from flce.engine.selection import Selection
-from flce.engine.shards import Rows, statistics_shape
 from flce.engine.vectors import Arena
 
 # About the number of borrowed blocks that a dry run executes.

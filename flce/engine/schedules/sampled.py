@@ -43,10 +43,9 @@ from flce.core.problem import LinearTerm, LossSpec
 from flce.core.slices import slice_columns, slice_rows
 from flce.engine.case import ROW_MULTIPLE, Case, ceil_div, equal_rows
 from flce.engine.pass_context import CandidateGrads, GradientTile, PassContext
+from flce.engine.rows import Rows, Selection
 from flce.engine.schedules.gradients import Blocks
 from flce.engine.schedules.schedule import NO_SIZES, Deferred, Schedule, Statistics, sizes_up_to, statistics_schedule
-from flce.engine.selection import Selection
-from flce.engine.shards import Rows
 
 # The logarithm of a lower bound is smaller by this, so that rounding does not make it larger than the sum.
 BOUND_MARGIN = 2.0**-10
