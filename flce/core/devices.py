@@ -16,7 +16,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -258,18 +258,17 @@ def list_devices() -> list[torch.device]:
     return [*(torch.device(current.type, i) for i in range(count) if current is not None), torch.device("cpu")]
 
 
-def find_device(name: str | torch.device | None, types: Iterable[str] = (), hint: str = "") -> torch.device:
+def find_device(name: str | torch.device | None, hint: str = "") -> torch.device:
     """Return the device with this name. None: an accelerator if there is one, else the CPU.
 
     Args:
         name: as in `torch.device`; without a number the current device of the type.
-        types: allowed device types; empty: all types.
         hint: other values that the caller accepts, for the error.
 
     Raises:
         ValueError: there is no such device.
     """
-    available = [device for device in list_devices() if not types or device.type in types]
+    available = list_devices()
     try:
         requested = torch.device(available[0].type if name is None else name)
     except RuntimeError:  # PyTorch rejects the name or the number
