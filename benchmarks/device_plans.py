@@ -8,9 +8,9 @@ import torch
 
 import flce
 from benchmarks.tables import Table
-from flce.core.device_record import KNOWN_KINDS, DeviceRecord
+from flce.core.devices import KNOWN_KINDS, DeviceRecord
 from flce.core.sizes import GIB
-from flce.planning import cost_model
+from flce.planning import dry_run
 from flce.planning.plan import MEMORY_SHARE
 from flce.tools.machine import use_backend
 
@@ -46,7 +46,7 @@ def time_over_products(plan: flce.ChunkPlan) -> float:
     c = plan.case
     n, (h, *_), v = c.num_tokens, c.hidden_sizes, c.vocab_size
     shapes = [(n, v, h), (n, h, v), *([(v, h, n)] if c.needs.weights[0] else [])]
-    return plan.seconds / sum(cost_model.product_seconds(c.device, *shape, c.dtype.itemsize) for shape in shapes)
+    return plan.seconds / sum(dry_run.product_seconds(c.device, *shape, c.dtype.itemsize) for shape in shapes)
 
 
 def known() -> str:

@@ -46,7 +46,7 @@ def profile_memory(fn: Callable[[], object], device: str | torch.device | None =
     threads. Times are times of the host. On a CPU PyTorch's profiler records the allocations of the calling thread, and
     no frees of memory that was allocated before: begin a step without gradients.
     """
-    found = find_device(device, ("cuda", "cpu"))
+    found = find_device(device)
     gc.collect()  # garbage would be freed during the call and lower the curve
     return _profile_cpu(fn) if found.type == "cpu" else _profile_cuda(fn, found)
 
@@ -119,7 +119,7 @@ def main(picture: Path) -> None:
     from benchmarks.models import SHORT, TINY, TrainingStep, build, make_batch, ours  # which import this module
     from benchmarks.runs import describe_run
 
-    device = find_device(None, ("cuda", "cpu"))
+    device = find_device(None)
     case = SHORT if device.type == "cuda" else TINY
     model, batch = build(case, device), make_batch(case, device)
     profiles = {}

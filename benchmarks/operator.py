@@ -29,7 +29,7 @@ from benchmarks.runs import NO_RESULT, BenchResult, Entry, Run
 from benchmarks.tables import Columns, Table
 from benchmarks.targets import HEADS, MAIN, NARROW, plan_tables, target_cases, target_table
 from flce.ops import linear_operators
-from flce.planning import device_kinds
+from flce.planning import plan as planning
 
 # Seconds for which the device is busy while the host launches a timed call. In training the host is ahead of the
 # device, too, so the time of the device is measured.
@@ -143,7 +143,7 @@ PRESETS: dict[str, Callable[[], Plan]] = {
 def products(ours: bool) -> Iterator[None]:
     """If not `ours`, plan and call inside as on a device without fused products."""
     with contextlib.ExitStack() as stack:
-        for module in () if ours else (linear_operators, device_kinds):
+        for module in () if ours else (linear_operators, planning):
             stack.enter_context(mock.patch.object(module, "has_fused_products", return_value=False))
         yield
 

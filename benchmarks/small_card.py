@@ -26,11 +26,10 @@ from benchmarks.memory import profile_memory
 from benchmarks.models import ModelCase, ModelContender, TrainingStep
 from benchmarks.runs import BenchResult, Entry
 from benchmarks.tables import Columns, Table, failure_notes, format_or_dash, ratio, tabulate
-from flce.core.device_record import KNOWN_KINDS
-from flce.core.devices import device_record
+from flce.core.devices import KNOWN_KINDS, device_record
 from flce.core.sizes import GIB, MIB
 from flce.huggingface.estimate.training_memory import Training, TrainingMemory, Variant
-from flce.planning.device_kinds import resolve_device
+from flce.planning.plan import resolve_device
 from flce.tools.machine import DTYPES
 
 KIND, MEMORY = "RTX-4090", 23 * GIB

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flce.functional import cross_entropy, fused_linear_cross_entropy, linear_logprobs, plan
     from flce.huggingface import is_patched, patch_model, report, unpatch_model
     from flce.modules import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss, LinearLogprobs
-    from flce.ops.process_groups import gathered, global_num_items
+    from flce.ops.dtensors import gathered, global_num_items
     from flce.ops.softmax import log_softmax, softmax
     from flce.planning.plan import ChunkPlan
 
@@ -59,7 +59,7 @@ _MODULES = {
     "functional": ("cross_entropy", "fused_linear_cross_entropy", "linear_logprobs", "plan"),
     "huggingface": ("is_patched", "patch_model", "report", "unpatch_model"),
     "modules": ("CrossEntropyLoss", "FusedLinearCrossEntropyLoss", "LinearCrossEntropyLoss", "LinearLogprobs"),
-    "ops.process_groups": ("gathered", "global_num_items"),
+    "ops.dtensors": ("gathered", "global_num_items"),
     "ops.softmax": ("log_softmax", "softmax"),
     "planning.plan": ("ChunkPlan",),
 }

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce.backends.contract import RowOutputs, log_sum_exp
-from flce.core.numbers import check_dtype, check_int
+from flce.core.numbers import check_bool, check_dtype, check_int
 from flce.core.options import DEFAULT_OPTIONS, ChunkOptions
 from flce.core.problem import (
     LinearCrossEntropyOutput,
@@ -21,7 +21,7 @@ from flce.core.problem import (
     Needs,
     loss_spec,
 )
-from flce.core.shard import shard_bounds, sharding_from_arguments
+from flce.core.shard import shard_bounds
 from flce.engine.case import Case
 from flce.ops.arguments import (
     check_options,
@@ -34,8 +34,7 @@ from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
 from flce.ops.problems import make_linear_problem, make_logits_problem, make_logprob_problem
 from flce.ops.vocabulary_parallel import DivisionArguments
-from flce.planning.device_kinds import resolve_device
-from flce.planning.plan import ChunkPlan
+from flce.planning.plan import ChunkPlan, resolve_device
 from flce.planning.search import plan_for_case
 
 if TYPE_CHECKING:
@@ -173,7 +172,6 @@ def fused_linear_cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> fused_linear_cross_entropy(h, W, y, shift=1).backward()
     """
-    ignore_index = -100 if ignore_index is None else ignore_index
     spec = loss_spec(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
         logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, stats=stats, empty_loss=empty_loss,
@@ -427,7 +425,6 @@ def cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> cross_entropy(logits, y, shift=1, z_loss=1e-4, inplace=True).backward()
     """
-    ignore_index = -100 if ignore_index is None else ignore_index
     spec = loss_spec(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
         logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, stats=stats, empty_loss=empty_loss,
@@ -441,7 +438,7 @@ def cross_entropy(
     out = fused_cross_entropy(problem, inplace)
     if overwritten:  # a DTensor and its local tensor have separate version counters
         torch.autograd.graph.increment_version(logits)
-    return _make_output(out, problem.target, problem.target.shape, spec)
+    return _make_output(out, problem.target, problem.logits.shape[:-1], spec)
 
 
 @names_replacements
@@ -478,7 +475,7 @@ def plan(
         device: device of the tensors, on this machine. If the machine has no GPU, ``"cuda"`` is a GPU of unknown kind:
             its memory sets no limit, and kernels that need a certain kind of GPU are not used.
         device_kind: the kind of GPU to plan for, independent of this machine: a name of
-            `flce.core.device_record.KNOWN_KINDS` such as ``"RTX-4090"``, PyTorch's ``"NVIDIA GeForce RTX 4090"``, or a
+            `flce.core.devices.KNOWN_KINDS` such as ``"RTX-4090"``, PyTorch's ``"NVIDIA GeForce RTX 4090"``, or a
             compute capability such as ``"sm_90"``. With `device_kind` the plan is the same on every machine.
         device_memory: bytes of the device; replaces the memory of this machine's device or of the kind. Without a
             budget a call uses at most 1/24 of the memory, or more if it would take more than 1.5 times as long as the
@@ -532,18 +529,30 @@ def plan(
         device = torch.device(device)
     except (RuntimeError, TypeError):  # the name is unknown to PyTorch, or `device` is not a name
         raise ValueError(f"device must be a device such as 'cuda' or 'cpu', got {device!r}") from None
-    adapter_needs, sharding = (True,) * len(ranks), sharding_from_arguments(shards, sequence_parallel, num_tokens)
+    check_bool("sequence_parallel", sequence_parallel)
+    if shards is None and sequence_parallel:
+        raise ValueError("sequence_parallel=True needs shards, the number of processes")
+    if shards is not None:
+        shards = check_int("shards", shards, "None or an int")
+        if shards < 1:
+            raise ValueError(f"shards must be positive, got {shards}")
+        if sequence_parallel and num_tokens % shards:
+            raise ValueError(
+                f"with sequence_parallel num_tokens must be a multiple of shards={shards}, as all processes have "
+                f"equally many, got {num_tokens}"
+            )
+    adapter_needs = (True,) * len(ranks)
     case = Case(
         num_tokens,
         (hidden_size, *ranks),
-        vocab_size if sharding is None else shard_bounds(vocab_size, sharding.num_processes, 0)[1],
+        shard_bounds(vocab_size, shards or 1, 0)[1],
         dtype,
         device.type,
         *resolve_device(device, device_kind, device_memory),
         spec,
         Needs((input_grad, *adapter_needs), (weight_grad, *adapter_needs), bias_grad),
         options or DEFAULT_OPTIONS,
-        sharding,
+        shards,
         teacher,
     )
     return plan_for_case(case)

@@ -60,8 +60,6 @@ class _FixedArguments(nn.Module):
             if fixed["weight"] is not None:
                 check_tensor("weight", fixed["weight"])
             self.register_buffer("weight", fixed["weight"])
-        if fixed["ignore_index"] is None:
-            fixed["ignore_index"] = -100
         spec_type = LogprobSpec if "outputs" in fixed else LossSpec
         values = {"stats": fixed.get("outputs"), **fixed}
         spec = spec_type(**{f.name: values[f.name] for f in fields(spec_type) if f.name in values})

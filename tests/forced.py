@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from flce.engine.borrowing import BlockLayout, place_tiles
+from flce.engine.borrowing import BlockLayout
 from flce.engine.case import Case
-from flce.engine.schedules import Schedule
-from flce.engine.schedules.blocks import Blocks
-from flce.engine.schedules.statistics import Statistics
+from flce.engine.schedules.gradients import Blocks
+from flce.engine.schedules.schedule import Schedule, Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
 from flce.ops import linear_operators
 from flce.planning.plan import ChunkPlan
@@ -67,8 +66,9 @@ def borrowed(count: int) -> Callable[[Case], Schedule | None]:
         is_possible = Unnormalized.sizes(c) and c.supports_fused_products and c.needs.weights[0] and not c.needs.bias
         if not is_possible or c.options.strategy == "vocab" or c.skip_ignored or c.options.chunk_rows:
             return unnormalized(c)
-        tiles = place_tiles(c.num_tokens, c.hidden_sizes[0], c.vocab_size, count)
+        schedule = Borrowed(count)
+        tiles = schedule.place_tiles(c.num_tokens, c.hidden_sizes[0], c.vocab_size)
         assert len(tiles) == count + 1, "this problem is too small for the test"
-        return Borrowed(tiles)
+        return schedule
 
     return choose

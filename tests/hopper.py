@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flce import ChunkOptions
 from flce.core import devices
-from flce.core.device_record import KNOWN_KINDS, load_profile
+from flce.core.devices import KNOWN_KINDS, load_profile
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
 from flce.engine import case
 from flce.engine.case import Case
@@ -30,7 +30,7 @@ def plan_as_on_hopper(monkeypatch: pytest.MonkeyPatch, fused_products: bool = Tr
     """Plan as on a Hopper GPU, also on the CPU, where half-precision logits are then possible. For fixtures."""
     if fused_products and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    for module in ("flce.ops.linear_operators", "flce.planning.device_kinds", "tests.helpers"):
+    for module in ("flce.ops.linear_operators", "flce.planning.plan", "tests.helpers"):
         monkeypatch.setattr(f"{module}.has_fused_products", lambda device: fused_products)
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     clear_plans()

@@ -47,16 +47,15 @@ from flce.backends.contract import (
     TileClasses,
 )
 from flce.backends.triton import softmax
-from flce.core.device_record import KNOWN_KINDS, DeviceRecord
-from flce.core.devices import device_record
+from flce.core.devices import KNOWN_KINDS, DeviceRecord, device_record
 from flce.core.gemm import padded_cols
 from flce.core.problem import DIVERGENCES, LogprobSpec, LossSpec, Needs, accumulation_dtype
-from flce.engine.arena import CountingArena
 from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime
-from flce.engine.schedules import SCHEDULES
 from flce.planning import dry_run
+from flce.planning.dry_run import CountingArena
+from flce.planning.search import SCHEDULES
 from tests.tiles import EVERY_FEATURE
 
 # Bytes that a thread may spill to memory.

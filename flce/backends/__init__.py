@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 
 from flce.backends.contract import Backend
-from flce.core.device_record import DeviceRecord
-from flce.core.devices import device_record
+from flce.core.devices import DeviceRecord, device_record
 
 # Ten times the oldest compute capability that the kernels are compiled for in the tests (`tests/targets.py`).
 OLDEST = 75

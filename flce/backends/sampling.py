@@ -1,6 +1,6 @@
 """Gradients from sampled entries in plain PyTorch: the random numbers, and the operations of `TorchBackend`.
 
-`triton/entries.py` has the same operations as kernels. See `flce/engine/sampling.py`.
+`triton/entries.py` has the same operations as kernels. See `flce/engine/schedules/sampled.py`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -17,13 +17,9 @@ from flce.core.options import ChunkOptions
 from flce.core.shard import Shard
 
 Reduction = Literal["none", "mean", "sum"]
-Stat = Literal["lse", "logprob", "entropy", "argmax", "correct"]
-
-STATS: tuple[str, ...] = get_args(Stat)
-
+STATS = ("lse", "logprob", "entropy", "argmax", "correct")
 # Results of `flce.linear_logprobs`.
-Output = Literal["logprob", "entropy", "lse", "argmax", "correct", "mean_logit"]
-OUTPUTS: tuple[str, ...] = get_args(Output)
+OUTPUTS = ("logprob", "entropy", "lse", "argmax", "correct", "mean_logit")
 # Divergences of `flce.linear_divergence`, and its results.
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 DIVERGENCE_RESULTS = ("divergence", "logprob", "entropy")
@@ -63,7 +59,7 @@ class LossSpec:
     """
 
     reduction: str = "mean"
-    ignore_index: int = -100
+    ignore_index: int = -100  # None is converted, too
     label_smoothing: float = 0.0
     softcap: float | None = None
     logit_scale: float = 1.0
@@ -81,7 +77,9 @@ class LossSpec:
             if type(value) is not float and not (may_be_none and value is None):
                 # PyTorch accepts a bool as `label_smoothing`. It does not have the other fields.
                 object.__setattr__(self, name, check_float(name, value, may_be_bool=name == "label_smoothing"))
-        if type(self.ignore_index) is not int:
+        if self.ignore_index is None:
+            object.__setattr__(self, "ignore_index", -100)
+        elif type(self.ignore_index) is not int:
             object.__setattr__(self, "ignore_index", check_int("ignore_index", self.ignore_index))
         for name, (fits, expected) in _EXPECTED.items():
             if not fits(getattr(self, name)):
@@ -157,20 +155,6 @@ class LogprobSpec(LossSpec):
         object.__setattr__(self, "top_k", check_int("top_k", self.top_k))
         if not 0 <= self.top_k <= MAX_ENTRIES:
             raise ValueError(f"top_k must be from 0 to {MAX_ENTRIES}, got {self.top_k}")
-
-
-class SpecArguments(TypedDict, total=False):
-    """Fields of `LossSpec` except `stats`, and `shift`, as arguments of both losses; for type checkers."""
-
-    ignore_index: int | None
-    reduction: str
-    label_smoothing: float
-    softcap: float | None
-    logit_scale: float
-    temperature: float
-    z_loss: float
-    shift: int
-    empty_loss: str
 
 
 def loss_spec(**values: Any) -> LossSpec:
@@ -282,19 +266,25 @@ class CrossEntropyProblem:
     """A call as checked, with logits of all classes, or of the classes of one process."""
 
     logits: Tensor  # (..., cols)
-    target: Tensor  # (...) int64; `shift` is already applied
+    target: Tensor  # (N,) int64; `shift` is already applied
     class_weight: Tensor | None  # (V,), all classes
-    token_weight: Tensor | None  # (...)
+    token_weight: Tensor | None  # (N,)
     num_items: Tensor | None  # ()
     spec: LossSpec
     shard: Shard | None  # None: cols is V
     shift: int = 0
     needs_token_weight: bool = False  # True if the gradient of token_weight is needed
 
+    linear_bias: ClassVar[None] = None
+    inverse_temperature: ClassVar[None] = None
+
     @property
-    def start(self) -> int:
-        """The first class of the logits."""
-        return self.shard.start if self.shard else 0
+    def num_tokens(self) -> int:
+        return len(self.target)
+
+    @property
+    def local_vocab_size(self) -> int:
+        return self.logits.shape[-1]
 
     @property
     def vocab_size(self) -> int:

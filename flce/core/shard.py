@@ -10,33 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce.core import private
-from flce.core.numbers import check_bool, check_int
-
-
-@dataclass(frozen=True)
-class HeadSharding:
-    """Division of a head, as far as a plan depends on it."""
-
-    num_processes: int
-    sequence_parallel: bool = False
-
-
-def sharding_from_arguments(shards: int | None, sequence_parallel: bool, num_tokens: int) -> HeadSharding | None:
-    """Check the arguments of `flce.plan` and return the division; None without `shards`."""
-    check_bool("sequence_parallel", sequence_parallel)
-    if shards is None:
-        if sequence_parallel:
-            raise ValueError("sequence_parallel=True needs shards, the number of processes")
-        return None
-    shards = check_int("shards", shards, "None or an int")
-    if shards < 1:
-        raise ValueError(f"shards must be positive, got {shards}")
-    if sequence_parallel and num_tokens % shards:
-        raise ValueError(
-            f"with sequence_parallel num_tokens must be a multiple of shards={shards}, as all processes have equally "
-            f"many, got {num_tokens}"
-        )
-    return HeadSharding(shards, sequence_parallel)
 
 
 @dataclass(frozen=True)
@@ -52,11 +25,6 @@ class Shard:
     @property
     def process_group(self) -> Any:
         return private.resolve_process_group(self.group)
-
-    @property
-    def sharding(self) -> HeadSharding:
-        """The division of the head, equal in all processes of the group."""
-        return HeadSharding(self.process_group.size(), self.sequence_parallel)
 
     @property
     def rank(self) -> int:

@@ -14,14 +14,22 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from flce.core.options import ChunkOptions
-from flce.core.problem import SpecArguments
 
 SomeStats: TypeAlias = tuple[str, Unpack[tuple[str, ...]]]
 
 
-class LossArguments(SpecArguments, total=False):
+class LossArguments(TypedDict, total=False):
     """Arguments of both losses that modules fix, except `stats`."""
 
+    ignore_index: int | None
+    reduction: str
+    label_smoothing: float
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+    z_loss: float
+    shift: int
+    empty_loss: str
     process_group: dist.ProcessGroup | None
     vocab_size: int | None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class TilePlacement(NamedTuple):
         return slice(self.start, self.stop)
 
 
+@functools.lru_cache(maxsize=256)
 def place_tiles(
     rows: int, hidden: int, vocab_size: int, count: int, multiprocessors: int = 1
 ) -> tuple[TilePlacement, ...]:

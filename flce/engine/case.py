@@ -12,11 +12,10 @@ from flce.backends.contract import (
     num_partial_statistics,
     unsupported_by_fused_products,
 )
-from flce.core.device_record import DeviceRecord
+from flce.core.devices import DeviceRecord
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.options import ChunkOptions, SkipIgnored
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
-from flce.core.shard import HeadSharding
 
 
 @dataclass(frozen=True)
@@ -162,8 +161,9 @@ class Case:
     spec: LossSpec
     needs: Needs
     options: ChunkOptions
-    sharding: HeadSharding | None = None
-    """The division of the head over processes, or None. `vocab_size` is then of the process with most classes."""
+    num_processes: int | None = None
+    """Number of processes over which the head is divided, or None. `vocab_size` is then of the process with most
+    classes."""
     teacher: tuple[tuple[int, ...], torch.dtype] | None = None
     """H of each term and dtype of the teacher of a divergence, or None."""
 
@@ -225,9 +225,9 @@ class Case:
     @functools.cached_property
     def skip_ignored(self) -> SkipIgnored:
         """True if rows of ignored tokens are dropped. "auto" on a CPU: if this is faster, and dW would not lose a NaN
-        (`selection._has_nonfinite_ignored_rows`). Otherwise, and for a divided head, "auto" is False."""
+        (`rows._has_nonfinite_ignored_rows`). Otherwise, and for a divided head, "auto" is False."""
         skip = self.options.skip_ignored
-        return False if skip == "auto" and (self.device_type != "cpu" or self.sharding is not None) else skip
+        return False if skip == "auto" and (self.device_type != "cpu" or self.num_processes is not None) else skip
 
     @functools.cached_property
     def supports_fused_products(self) -> bool:
@@ -316,7 +316,7 @@ class Case:
         multiple = STATISTICS_COLS if width >= STATISTICS_COLS else COLUMN_MULTIPLE
         cols = min(self.vocab_size, width // multiple * multiple or width)
         full_rows = rows * cols // padded_cols(self.vocab_size) // ROW_MULTIPLE * ROW_MULTIPLE
-        has_mixture = getattr(self.spec, "divergence", None) == "jsd" and self.sharding is None
+        has_mixture = getattr(self.spec, "divergence", None) == "jsd" and self.num_processes is None
         return (full_rows, self.vocab_size) if has_mixture and full_rows else (rows, cols)
 
     @functools.cached_property
@@ -329,7 +329,7 @@ class Case:
 
     def __str__(self) -> str:
         sizes = "+".join(map(str, self.hidden_sizes))
-        each = "" if self.sharding is None else f" of each of {self.sharding.num_processes} processes"
+        each = "" if self.num_processes is None else f" of each of {self.num_processes} processes"
         return f"N={self.num_tokens}, H={sizes}, V={self.vocab_size}{each} in {dtype_text(self.dtype)}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,11 +28,9 @@ from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.log import find_caller, sampled_passes
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
 from flce.core.slices import offset_slice, slice_columns, slice_rows
-from flce.engine.arena import Arena
 from flce.engine.case import BLOCK_ROWS, Dtypes
-from flce.engine.selection import DeviceInt, Selection
-from flce.engine.shards import Rows
-from flce.engine.top_k import TopK
+from flce.engine.rows import DeviceInt, Rows, Selection
+from flce.engine.vectors import Arena, TopK
 
 
 class CandidateGrads(NamedTuple):
@@ -94,7 +92,7 @@ class PassContext:
 
     def __post_init__(self) -> None:
         self.new = self.arena.new
-        self.problem: LinearCrossEntropyProblem = self.rows.problem
+        self.problem = cast(LinearCrossEntropyProblem, self.rows.problem)
         self.selection: Selection = self.rows.selection
         """The selected tokens."""
         self.normalizer: Tensor = self.rows.gradient_normalizer
@@ -116,8 +114,6 @@ class PassContext:
         self._db: Tensor | None = None
         self._gathered: tuple[slice, list[Tensor]] | None = None
         self._chunk_row_gradient: tuple[slice, Tensor] | None = None
-        self._gradient_calls: dict[tuple[int, int], GradientCall] = {}
-        """Calls of the chunk of `_chunk_row_gradient` by their tokens, for any classes."""
 
     # ------------------------------------------------------------------------------------------------- loops
 
@@ -133,13 +129,9 @@ class PassContext:
             yield slice(start, min(start + rows, stop))
             start, stop = start + max(1, rows), self.selection.num_rows
 
-    def blocks(
-        self, cols: int, start: int = 0, stop: int | None = None, leading_blocks: Sequence[slice] = ()
-    ) -> Iterator[slice]:
-        """Yield `leading_blocks`, then the other classes from `start` to `stop`, at most `cols` at a time."""
-        yield from leading_blocks
-        rest = slice(leading_blocks[-1].stop if leading_blocks else start, self.vocab_size if stop is None else stop)
-        yield from self.split_range(rest, cols)
+    def borrowed_blocks(self, blocks: Sequence[slice]) -> Iterator[slice]:
+        """Yield the blocks of classes whose tiles are borrowed."""
+        yield from blocks
 
     def split_range(self, range_: slice, step: int) -> Iterator[slice]:
         """Yield consecutive slices of a range of tokens or classes, at most `step` long."""
@@ -247,14 +239,15 @@ class PassContext:
             self._dx[term] = self.new(self.terms[term].input.shape, self.dtypes.grads, zero)
         return self._dx[term]
 
-    def start_dx_sums(self) -> None:
-        """Allocate a sum of dX of each term, (selected rows, H), for a loop over blocks of classes."""
+    def start_dx_sums(self, memory: Tensor | None = None) -> None:
+        """Allocate a sum of dX of each term, (selected rows, H), for a loop over blocks of classes. `memory`: given for
+        the sum of the only term."""
         # Adding each block to gathered rows of (N, H) took 0.26 ms a block, 13 ms of a call of 48 ms (16384 of 32768
         # rows, H = 2048, V = 128256, H100).
         self.dx_has_selected_rows = True
         for k in self.dx_terms:
             shape = self.selection.num_rows, self.terms[k].input.shape[1]
-            self._dx[k] = self.new(shape, self.dtypes.sums, zero=shape[0] == 0)
+            self._dx[k] = self.new(shape, self.dtypes.sums, zero=shape[0] == 0) if memory is None else memory
 
     def finish_dx_sums(self) -> None:
         """Round the sums of `start_dx_sums`. If rows are gathered, copy them to dX of all rows."""
@@ -264,9 +257,6 @@ class PassContext:
                 selected, shape = self._dx[k], self.terms[k].input.shape
                 self._dx[k] = self.new(shape, selected.dtype, zero=True)
                 self.scatter_rows(selected, self._dx[k], slice(0, len(selected)))
-
-    def set_dx_memory(self, term: int, memory: Tensor) -> None:
-        self._dx[term] = memory
 
     def dw_memory(self, term: int = 0) -> Tensor:
         """Return the memory of dW of a term, (V, H). It is allocated at first use."""
@@ -363,7 +353,7 @@ class PassContext:
         needs_statistics = teacher is None or (self.problem.spec.stats and teacher.kind != "jsd")  # "jsd" repeats none
         if needs_statistics and (logits.shape[1] < self.vocab_size or self.rows.is_shard):
             state = self.new((STATE_SLOTS, rows), self.normalizer.dtype)
-        for block in self.blocks(logits.shape[1]):
+        for block in self.split_range(self.all_classes, logits.shape[1]):
             block_logits = logits[:rows, : block.stop - block.start]
             self.write_logits(xs, block, block_logits)
             self.collect_top_k(block_logits, tokens, block)
@@ -468,27 +458,21 @@ class PassContext:
         row_gradient, first_row = self.row_gradient, 0
         if row_gradient is None:
             row_gradient, first_row = self._compute_row_gradient(chunk), chunk.start
-        call = self._gradient_calls.get((tokens.start, tokens.stop))
-        if call is None:
-            # Only label smoothing still reads class weights.
-            inputs = self.rows.tile_inputs(tokens)
-            if not self.rows.spec.label_smoothing:
-                inputs = inputs._replace(class_weight=None)
-            call = GradientCall(
-                inputs,
-                self.rows.spec,
-                self.rows.tile_classes(classes),
-                slice_columns(self.normalizer, tokens),
-                slice_columns(row_gradient, offset_slice(tokens, -first_row)),
-            )
-            self._gradient_calls[tokens.start, tokens.stop] = call
-        return call._replace(tile=self.rows.tile_classes(classes))
+        inputs = self.rows.tile_inputs(tokens)
+        if not self.rows.spec.label_smoothing:  # Only label smoothing still reads class weights.
+            inputs = inputs._replace(class_weight=None)
+        return GradientCall(
+            inputs,
+            self.rows.spec,
+            self.rows.tile_classes(classes),
+            slice_columns(self.normalizer, tokens),
+            slice_columns(row_gradient, offset_slice(tokens, -first_row)),
+        )
 
     def _compute_row_gradient(self, chunk: slice) -> Tensor:
         """Return `GradientCall.row_gradient` of the loss of a chunk. It is computed once for each chunk."""
         if self._chunk_row_gradient is None or self._chunk_row_gradient[0] != chunk:
             self._chunk_row_gradient = None
-            self._gradient_calls.clear()
             self._chunk_row_gradient = chunk, self.rows.compute_row_gradient(chunk)
         return self._chunk_row_gradient[1]
 

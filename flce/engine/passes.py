@@ -24,12 +24,11 @@ from flce.backends.contract import Backend, RowOutputs
 from flce.core.options import SkipIgnored
 from flce.core.problem import LinearCrossEntropyProblem
 from flce.engine import vectors
-from flce.engine.arena import Arena
 from flce.engine.case import Case, Dtypes
 from flce.engine.pass_context import PassContext
+from flce.engine.rows import Rows, Selection, ShardRows, gather_class_weights
 from flce.engine.schedules.schedule import Schedule
-from flce.engine.selection import Selection
-from flce.engine.shards import Rows, ShardRows, gather_class_weights
+from flce.engine.vectors import Arena
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,7 @@ def forward(
         context.rows.merge_results(slice(0, selection.num_rows))
     grads = context.finish_gradients() if with_gradients else []
     outputs, samples = selection.scatter_outputs(outputs), context.samples_memory
-    results, _, token_weight_grad = vectors.reduce(
-        problem, runtime.backend, outputs, scales.for_loss, problem.target, problem.token_weight
-    )
+    results, _, token_weight_grad = vectors.reduce(problem, runtime.backend, outputs, scales.for_loss)
     if problem.needs_gradients and schedule.deferred and not deferred:
         del context
         grads = backward(problem, plan, results.normalizer, results.loss.new_ones(()), runtime, samples)

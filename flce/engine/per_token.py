@@ -38,8 +38,8 @@ from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec
 from flce.engine import vectors
 from flce.engine.pass_context import CandidateGrads, PassContext
 from flce.engine.passes import Plan, Runtime, build_context, runtime_on
-from flce.engine.selection import Selection
-from flce.engine.top_k import TopK
+from flce.engine.rows import Selection
+from flce.engine.vectors import TopK
 
 # The id that is not a class.
 NO_CANDIDATE = -1
@@ -67,14 +67,8 @@ class TokenResults(NamedTuple):
         """Return for each field True if a call requests it."""
         rows = dict(zip(RowOutputs._fields, RowOutputs.requested_fields(spec), strict=True))
         top, divergence = spec.top_k > 0, spec.divergence is not None
-        others = {"top_k_logprob": top, "top_k_ids": top, "divergence": divergence, "teacher_rows": divergence}
-        requested = {
-            **rows,
-            **others,
-            "samples": True,
-            "lse": "lse" in spec.stats,
-            "candidate_logprob": spec.candidates > 0,
-        }
+        requested = {**rows, "lse": "lse" in spec.stats, "candidate_logprob": spec.candidates > 0, "samples": True}
+        requested |= {"top_k_logprob": top, "top_k_ids": top, "divergence": divergence, "teacher_rows": divergence}
         return {name: requested[name] for name in TokenResults._fields}
 
 

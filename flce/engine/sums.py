@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -84,25 +84,23 @@ class DwSum:
 
     def __init__(self, ctx: PassContext, term: int, classes: slice, is_started: bool = False) -> None:
         self._context, self._term, self._classes = ctx, term, classes
-        self._is_started, self._target = is_started, ctx.problem.dw_targets.get(term)
+        self.is_started, self._target = is_started, ctx.problem.dw_targets.get(term)
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
         """Add ``dlogits^T x`` of a chunk. dlogits: (rows, cols), x: (rows, H)."""
-        self._context.matmul(dlogits.t(), x, out=self._sums()[0], accumulate=self._is_started)
-        self._is_started = True
+        self._context.matmul(dlogits.t(), x, out=self.sums()[0], accumulate=self.is_started)
+        self.is_started = True
 
-    def finish(self, before_rounding: Callable[[Sequence[Tensor]], None] | None = None) -> None:
-        """Call `before_rounding` with the sums of consecutive classes, and round sums that have separate memory, after
-        the last chunk. If no tile was added, do nothing: dW was written directly (`compute_weight_gradient`)."""
-        if self._is_started and before_rounding is not None:
-            before_rounding(self._sums())
+    def sums(self) -> list[Tensor]:
+        """Return the memory of the sums of consecutive classes."""
+        return [self._result()]
+
+    def finish(self) -> None:
+        """Round sums that have separate memory, after the last chunk. If no tile was added, there are none."""
 
     def _result(self) -> Tensor:
         memory = self._context.dw_memory(self._term) if self._target is None else self._target
         return slice_rows(memory, self._classes)
-
-    def _sums(self) -> list[Tensor]:
-        return [self._result()]
 
 
 class BlockSum(DwSum):
@@ -113,12 +111,11 @@ class BlockSum(DwSum):
         super().__init__(ctx, term, classes)
         self._sum = memory[: classes.stop - classes.start]
 
-    def _sums(self) -> list[Tensor]:
+    def sums(self) -> list[Tensor]:
         return [self._sum]
 
-    def finish(self, before_rounding: Callable[[Sequence[Tensor]], None] | None = None) -> None:
-        super().finish(before_rounding)
-        if self._is_started:
+    def finish(self) -> None:
+        if self.is_started:
             self._context.unscale_and_round(self._sum, self._result(), add=self._target is not None)
 
 
@@ -134,7 +131,7 @@ class UnscaledSum(DwSum):
         self._memory = memory
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
-        ctx, (out,) = self._context, self._sums()
+        ctx, (out,) = self._context, self.sums()
         if self._memory is None:
             ctx.backend.unscaled_weight_gradient(out, dlogits, x, ctx.gradient_scale)
             return
@@ -171,13 +168,13 @@ class SumInTwoHalves(DwSum):
         self._second_half: Tensor | None = None
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
-        ctx, (first_half, *second_half) = self._context, self._sums()
-        ctx.matmul(dlogits[:, : self._half].t(), x, out=first_half, accumulate=self._is_started)
+        ctx, (first_half, *second_half) = self._context, self.sums()
+        ctx.matmul(dlogits[:, : self._half].t(), x, out=first_half, accumulate=self.is_started)
         for total in second_half:
-            ctx.matmul(dlogits[:, self._half : self._stop].t(), x, out=total, accumulate=self._is_started)
-        self._is_started = True
+            ctx.matmul(dlogits[:, self._half : self._stop].t(), x, out=total, accumulate=self.is_started)
+        self.is_started = True
 
-    def _sums(self) -> list[Tensor]:
+    def sums(self) -> list[Tensor]:
         grad, half = self._context.dw_memory(self._term), self._half
         hidden = grad.shape[1]
         if self._second_half is None:
@@ -185,11 +182,10 @@ class SumInTwoHalves(DwSum):
         first_half = borrow_as(grad, (half, hidden), torch.float32)
         return [first_half, self._second_half] if len(self._second_half) else [first_half]
 
-    def finish(self, before_rounding: Callable[[Sequence[Tensor]], None] | None = None) -> None:
-        super().finish(before_rounding)
-        if not self._is_started:
+    def finish(self) -> None:
+        if not self.is_started:
             return
-        ctx, half, (first_half, *second_half) = self._context, self._half, self._sums()
+        ctx, half, (first_half, *second_half) = self._context, self._half, self.sums()
         grad = ctx.dw_memory(self._term)
         # Classes [a, 2a) of the gradient lie where classes [a / 2, a) of the sums were, which are rounded already.
         done, next_done = 0, min(half, FIRST_ROUNDED_CLASSES)

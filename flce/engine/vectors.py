@@ -1,11 +1,12 @@
-"""Vectors of one value per row: allocation, loss scales, reduction, and checks of targets. The linear losses, the loss
-of given logits, the results of tokens and dry runs call it."""
+"""The allocator of a pass, and vectors of one value per row: loss scales, reduction, largest logits, and checks of
+targets. The linear losses, the loss of given logits, the results of tokens and dry runs call it."""
 
 from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,16 +18,29 @@ from flce.core.problem import LossSpec
 # The largest entry that the gradient of float16 logits should have. The range of float16 is 6e-8 to 65504. The headroom
 # of 2^6 is for factors that `LossSpec.typical_gradient` does not include.
 FLOAT16_GRAD_PEAK = 2.0**10
+# Maximum number of logits to which a bias is added at a time, because the sum is a copy.
+BIASED_ENTRIES = 1 << 20
 
 
-def pack_outputs(outputs: RowOutputs) -> tuple[Tensor, ...]:
-    """Return the outputs as custom operators return them: results that are not requested have shape (0,). No two
-    tensors share memory."""
-    return tuple(outputs.loss.new_empty(0) if t is None else t for t in outputs)
+class Arena:
+    """Allocator on a device for all memory of a schedule. Memory is freed with the last view of it."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = device
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
+        allocate = torch.zeros if zero else torch.empty
+        return allocate(shape, dtype=dtype, device=self.device)
+
+
+def pack(results: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """Return the results as custom operators return them: results that are not requested have shape (0,), and the dtype
+    and the device of `like`. No two tensors share memory."""
+    return tuple(like.new_empty(0) if t is None else t for t in results)
 
 
 def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors with the shapes and dtypes of `pack_outputs` after the reduction, on the device of `like`."""
+    """Return tensors with the shapes and dtypes of the packed outputs after the reduction, on the device of `like`."""
 
     def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return like.new_empty(shape, dtype=dtype)
@@ -35,7 +49,7 @@ def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
     if p.spec.reduction != "none":
         loss, z_loss = outputs.loss.new_empty(()), outputs.z_loss
         outputs = outputs._replace(loss=loss, z_loss=None if z_loss is None else z_loss.new_empty(()))
-    return pack_outputs(outputs)
+    return pack(outputs, outputs.loss)
 
 
 @dataclass
@@ -55,7 +69,6 @@ class LossScales:
     needs_scales: bool
     has_gradient_scale: bool = False
     upstream: Tensor | None = None
-    _for_gradient: Tensor | None = field(default=None, init=False)
 
     @functools.cached_property
     def for_loss(self) -> Tensor | None:
@@ -73,16 +86,14 @@ class LossScales:
             return compute_gradient_scale(self.problem, self.for_loss, self.upstream)
         return compute_gradient_scale(self.problem, self.for_loss * self.upstream)
 
+    @functools.cached_property
     def for_gradient(self) -> Tensor | None:
-        """Return the scales times the gradient scale and the upstream gradient of the loss. The first call launches
-        kernels."""
-        if self._for_gradient is None:
-            self._for_gradient = self.for_loss
-            for factor in (self.gradient_scale, self.upstream):
-                if self._for_gradient is not None and factor is not None and factor.dim() == 0:
-                    scales = self._for_gradient
-                    self._for_gradient = torch.cat((scales[:2] * factor, scales[2:]))
-        return self._for_gradient
+        """Scales times the gradient scale and the upstream gradient of the loss."""
+        scales = self.for_loss
+        for factor in (self.gradient_scale, self.upstream):
+            if scales is not None and factor is not None and factor.dim() == 0:
+                scales = torch.cat((scales[:2] * factor, scales[2:]))
+        return scales
 
 
 def compute_gradient_scale(p: RowProblem, scales: Tensor, upstream: Tensor | None = None) -> Tensor:
@@ -118,26 +129,23 @@ def floor_power_of_two(x: Tensor) -> Tensor:
 
 
 def reduce(
-    p: RowProblem, backend: Backend, out: RowOutputs, scales: Tensor | None, target: Tensor, token_weight: Tensor | None
+    p: RowProblem, backend: Backend, out: RowOutputs, scales: Tensor | None
 ) -> tuple[RowOutputs, Tensor | None, Tensor | None]:
     """Return the results with the reduced loss; the scales, if they were computed; the gradient of the token weights,
     if it is needed.
 
     The gradient of the token weights is for an upstream gradient of 1, or of 1 for each row's loss. If it is needed,
-    the losses of `out` do not contain the token weights: they are multiplied here, in place.
-
-    Args:
-        target, token_weight: of these rows.
+    the losses of `out`, of all rows, do not contain the token weights: they are multiplied here, in place.
     """
     grad = None
     if p.needs_token_weight:
-        assert token_weight is not None
+        assert p.token_weight is not None
         if scales is None and p.spec.reduction != "none":
             scales = backend.loss_scales(p)
-        ignored = target == p.spec.ignore_index
+        ignored = p.target == p.spec.ignore_index
         grad = _token_weight_gradient(p.spec, out, scales, ignored)
         # Losses of ignored rows are 0. They must stay 0 for weights of inf or NaN.
-        token_weight = token_weight.masked_fill(ignored, 0.0)
+        token_weight = p.token_weight.masked_fill(ignored, 0.0)
         for losses in (out.loss, out.z_loss):
             if losses is not None:
                 losses.mul_(token_weight)
@@ -159,6 +167,37 @@ def _token_weight_gradient(spec: LossSpec, out: RowOutputs, scales: Tensor | Non
         total += scale_losses(z_loss, scales[1], spec)
     # If all tokens are ignored, the scales of a mean are infinite.
     return total.masked_fill_(ignored, 0.0)
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The k largest logits of each row so far, bias included, before scale and softcap. The k smallest if the scale is
+    negative, because they have the largest z. If fewer than k classes were added, only as many columns are written."""
+
+    logits: Tensor  # (rows, k)
+    ids: Tensor  # (rows, k) int64
+    largest: bool
+
+    @staticmethod
+    def allocate(rows: int, k: int, dtype: torch.dtype, scale: float, arena: Arena) -> TopK:
+        """Allocate the results. `scale`: factor of z."""
+        return TopK(arena.new((rows, k), dtype), arena.new((rows, k), torch.int64), scale >= 0)
+
+    def add(self, logits: Tensor, bias: Tensor | None, tokens: slice, classes: slice) -> None:
+        """Merge the logits of some rows and classes. Classes must be added in their order. bias: (cols,)."""
+        k = self.ids.shape[1]
+        num_before, num_after = min(k, classes.start), min(k, classes.stop)
+        step = len(logits) if bias is None else max(1, BIASED_ENTRIES // logits.shape[1])
+        for start in range(0, len(logits), max(1, step)):
+            biased = logits[start : start + step]
+            if bias is not None:
+                biased = biased + bias
+            best, column = biased.topk(min(k, biased.shape[1]), largest=self.largest)
+            rows = slice(tokens.start + start, tokens.start + start + len(biased))
+            values = torch.cat((self.logits[rows, :num_before], best), 1)
+            ids = torch.cat((self.ids[rows, :num_before], column + classes.start), 1)
+            merged, position = values.topk(num_after, largest=self.largest)
+            self.logits[rows, :num_after], self.ids[rows, :num_after] = merged, ids.gather(1, position)
 
 
 def can_read_values(device: torch.device) -> bool:
@@ -207,8 +246,7 @@ def check_targets(p: RowProblem) -> bool:
         return False
     if p.num_items is not None and bool(p.num_items < 0):
         raise ValueError(f"num_items must be >= 0, got {p.num_items.item()}")
-    vocab_size = p.vocab_size
-    target = p.target.reshape(-1)
+    vocab_size, target = p.vocab_size, p.target
     if target.numel():
         lowest, highest = (bound.item() for bound in target.aminmax())
         if 0 <= lowest <= highest < vocab_size:

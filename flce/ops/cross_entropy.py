@@ -8,7 +8,7 @@ upstream gradient. No tensor is changed in place, so `torch.compile` and autogra
 * `_InPlace`, for logits that may be overwritten, in eager mode. Forward reads a row, and writes its gradient to the
 same memory while the row is in the cache. Backward multiplies the gradient by the upstream gradient, unless it is 1.
 
-If the vocabulary is divided, both merge statistics over the shards between the passes (`vocabulary_parallel`).
+If the vocabulary is divided, both merge statistics over the shards between the passes (`engine/rows.py`).
 """
 
 from __future__ import annotations
@@ -19,29 +19,20 @@ import torch
 from torch import Tensor
 
 from flce.backends import get_backend
-from flce.backends.contract import (
-    LOSS_GRADIENT_SLOTS,
-    STATE_SLOTS,
-    Backend,
-    GradientCall,
-    RowInputs,
-    RowOutputs,
-    StatisticsCall,
-    TileClasses,
-)
-from flce.backends.formulas import Targets, write_empty_state, write_results
+from flce.backends.contract import STATE_SLOTS, GradientCall, RowOutputs, RowProblem, TileClasses
+from flce.backends.formulas import write_empty_state
 from flce.core.log import is_debug_enabled, logger
 from flce.core.problem import CrossEntropyProblem, LossSpec
 from flce.core.shard import Shard
 from flce.engine import vectors
-from flce.engine.arena import Arena
-from flce.ops import vocabulary_parallel
+from flce.engine.rows import Rows, Selection, ShardRows
+from flce.engine.vectors import Arena
 from flce.ops.arguments import refuse_double_backward
 from flce.torch_ops import from_json, register_operator, register_skipped_frames, skip_frame_and_callees, to_json
 
 _SCHEMA = "Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, str constants"
-# The fields of `RowOutputs`, in the shape of the target and (0,) if not requested; the result of `Backend.loss_scales`
-# for backward, (3,), or (0,) if there are no scales; and the gradient of `token_weight`, (...) or (0,).
+# The fields of `RowOutputs`, (0,) if not requested; the result of `Backend.loss_scales` for backward, (3,), or (0,) if
+# there are no scales; and the gradient of `token_weight`, (N,) or (0,).
 _RESULTS = ", ".join(["Tensor"] * len(RowOutputs._fields) + ["Tensor loss_scales", "Tensor token_weight_grad"])
 
 
@@ -86,15 +77,16 @@ def check_overwritable(logits: Tensor) -> None:
                 f"inplace=True would overwrite logits that {type(tensor.grad_fn).__name__} still needs: it saved its "
                 f"result for its own backward. {instead}"
             )
-    if may_overlap(logits):
-        raise RuntimeError(
-            "inplace=True cannot write to logits of which several elements share memory (shape "
-            f"{tuple(logits.shape)}, strides {logits.stride()}). {instead}"
-        )
     if not has_rows(logits):
         raise RuntimeError(
             "inplace=True needs logits whose classes are next to each other and whose rows have one stride, got shape "
             f"{tuple(logits.shape)}, strides {logits.stride()}. Give shift=1 instead of logits[:, :-1]. {instead}"
+        )
+    rows = as_rows(logits)
+    if len(rows) > 1 and rows.stride(0) < rows.shape[1]:
+        raise RuntimeError(
+            "inplace=True cannot write to logits of which several elements share memory (shape "
+            f"{tuple(logits.shape)}, strides {logits.stride()}). {instead}"
         )
 
 
@@ -106,92 +98,89 @@ def _compute_losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
     """Return the results of the operator, as `_RESULTS` lists them."""
     if is_debug_enabled() and not has_rows(p.logits):
         logger.debug("logits of shape %s are copied, strides %s", tuple(p.logits.shape), p.logits.stride())
-    backend = get_backend(p.device)
-    scales = vectors.LossScales(p, backend, needs_scales=False).for_loss
-    out = RowOutputs.allocate(p.spec, p.accum, (p.target.numel(),), Arena(p.device).new)
-    inputs = _row_inputs(p, scales, not p.needs_token_weight)
-    _compute_statistics(p, backend, as_rows(p.logits), StatisticsCall(inputs, p.spec, _tile(p, keep_logits=True), out))
-    return _reduce_outputs(p, backend, out, scales)
+    rows = _make_rows(p, vectors.LossScales(p, get_backend(p.device), needs_scales=False))
+    _compute_statistics(rows, as_rows(p.logits))
+    return _reduce_outputs(p, rows)
 
 
 def _compute_losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return the results of the operator, and the gradient scale (None: 1). Overwrite the logits with their gradient
     times this scale: the gradient of the reduced loss, or of the loss of each row if losses are not reduced.
     """
-    backend = get_backend(p.device)
+    backend, logits = get_backend(p.device), as_rows(p.logits)
     scales = vectors.LossScales(p, backend, needs_scales=True, has_gradient_scale=p.dtype == torch.float16)
-    logits, inputs = as_rows(p.logits), _row_inputs(p, scales.for_gradient())
-    if p.needs_token_weight:  # It is computed from unweighted losses.
-        inputs = inputs._replace(token_weight=None, upstream=inputs.token_weight)
-    out = RowOutputs.allocate(p.spec, p.accum, (p.target.numel(),), Arena(p.device).new)
-    if not p.shard:
-        vectors.check_targets(p)
-        backend.loss_and_gradient(logits, logits, StatisticsCall(inputs, p.spec, _tile(p), out))
-    else:
-        call = StatisticsCall(inputs, p.spec, _tile(p, keep_logits=True), out)
-        row_gradient = _compute_statistics(p, backend, logits, call)
+    rows = _make_rows(p, scales)
+    if rows.is_shard:
+        row_gradient = _compute_statistics(rows, logits)
         if logits.shape[-1] and row_gradient is not None:
-            backend.gradient(logits, logits, GradientCall(inputs, p.spec, _tile(p), out.normalizer, row_gradient))
-    return _reduce_outputs(p, backend, out, scales.for_loss), scales.gradient_scale
+            backend.gradient(logits, logits, _gradient_call(rows, row_gradient))
+    else:
+        vectors.check_targets(p)
+        backend.loss_and_gradient(logits, logits, rows.statistics_call(slice(0, p.num_tokens))._replace(tile=_tile(p)))
+    return _reduce_outputs(p, rows), scales.gradient_scale
 
 
-def _compute_gradient(p: CrossEntropyProblem, normalizer: Tensor, scales: Tensor, upstream: Tensor) -> Tensor:
+def _compute_gradient(p: CrossEntropyProblem, normalizer: Tensor, loss_scales: Tensor, upstream: Tensor) -> Tensor:
     """Return the gradient of the logits in new memory. `upstream` has the shape of the loss."""
     grad = p.logits.new_empty(p.logits.shape)
     if grad.numel():
         backend = get_backend(p.device)
-        inputs = _row_inputs(p, scales if scales.numel() else backend.loss_scales(p))
-        inputs = inputs._replace(upstream=as_vector(upstream) if upstream.dim() else upstream)
-        row_gradient, tile = upstream.new_empty(LOSS_GRADIENT_SLOTS, len(inputs.target)), _tile(p, keep_logits=True)
-        normalizer = normalizer.reshape(len(normalizer), -1).contiguous()  # a hook may have returned other strides
-        call = GradientCall(inputs, p.spec, tile, normalizer, row_gradient)
-        backend.row_gradient(call)
+        scales = vectors.LossScales(p, backend, needs_scales=True)
+        if loss_scales.numel():
+            scales.for_loss = loss_scales
+        rows = _make_rows(p, scales, normalizer, upstream)
+        call = _gradient_call(rows, rows.compute_row_gradient(slice(0, p.num_tokens)), keep_logits=True)
         backend.gradient(as_rows(p.logits), as_rows(grad), call)
     return grad
 
 
-def _compute_statistics(
-    p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: StatisticsCall
-) -> Tensor | None:
+def _make_rows(
+    p: CrossEntropyProblem, scales: vectors.LossScales, normalizer: Tensor | None = None, upstream: Tensor | None = None
+) -> Rows:
+    """Return the rows of a forward pass, with memory for results, or of a backward pass, with the `normalizer`."""
+    arena, out = Arena(p.device), None
+    if normalizer is None:
+        out = RowOutputs.allocate(p.spec, p.accum, (p.num_tokens,), arena.new)
+        normalizer = out.normalizer
+    return (Rows if p.shard is None else ShardRows)(p, Selection(p, None), scales, arena, normalizer, out, upstream)
+
+
+def _compute_statistics(rows: Rows, logits: Tensor) -> Tensor | None:
     """Compute losses and statistics. If the vocabulary is divided, return the row gradient."""
-    if not p.shard:
+    p, backend = rows.problem, rows.scales.backend
+    call = rows.statistics_call(slice(0, p.num_tokens))._replace(tile=_tile(p, keep_logits=True))
+    if not rows.is_shard:
         vectors.check_targets(p)
         backend.statistics(logits, call, None)
         return None
-    state = call.out.loss.new_empty(STATE_SLOTS, len(call.inputs.target))
+    state = rows.arena.new((STATE_SLOTS, p.num_tokens), p.accum)
     if logits.shape[-1]:
         backend.statistics(logits, call, state)
     else:
         write_empty_state(state)
-    target, cols = call.inputs.target, logits.shape[-1]
-    results = vocabulary_parallel.merge_results(state, cols, target, p.class_weight, p.spec, p.shard)
+    rows.keep_state(slice(0, p.num_tokens), state)
+    row_gradient = rows.merge_results(slice(0, p.num_tokens))
     # Checked after the collective: otherwise the other processes would wait for a process that raised an error.
     vectors.check_targets(p)
-    return write_results(results, call, Targets.from_call(call))
+    return row_gradient
 
 
-def _tile(p: CrossEntropyProblem, keep_logits: bool = False) -> TileClasses:
+def _gradient_call(rows: Rows, row_gradient: Tensor, keep_logits: bool = False) -> GradientCall:
+    inputs, tile = rows.tile_inputs(slice(0, rows.problem.num_tokens)), _tile(rows.problem, keep_logits)
+    return GradientCall(inputs, rows.spec, tile, rows.normalizer, row_gradient)
+
+
+def _tile(p: RowProblem, keep_logits: bool = False) -> TileClasses:
     # Memory after the last class of a row belongs to the user: kernels must not access it.
-    cols = p.logits.shape[-1]
-    return TileClasses(
-        p.start, cols, p.vocab_size, cols, is_shard=bool(p.shard), first=p.start, keep_logits=keep_logits
-    )
+    cols = p.local_vocab_size
+    return TileClasses(0, cols, cols, cols, is_shard=p.shard is not None, keep_logits=keep_logits)
 
 
-def _row_inputs(p: CrossEntropyProblem, scales: Tensor | None, weighted: bool = True) -> RowInputs:
-    token_weight = as_vector(p.token_weight) if weighted and p.token_weight is not None else None
-    return RowInputs(as_vector(p.target), token_weight, p.class_weight, None, scales)
-
-
-def _reduce_outputs(
-    p: CrossEntropyProblem, backend: Backend, out: RowOutputs, scales: Tensor | None
-) -> tuple[Tensor, ...]:
+def _reduce_outputs(p: CrossEntropyProblem, rows: Rows) -> tuple[Tensor, ...]:
     """Return the results of the operator, as `_RESULTS` lists them, from the outputs of all rows."""
-    token_weight, shape = None if p.token_weight is None else as_vector(p.token_weight), p.target.shape
-    results, scales, token_weight_grad = vectors.reduce(p, backend, out, scales, as_vector(p.target), token_weight)
-    results = results.map(lambda t: t.view([*t.shape[:-1], *shape]) if t.dim() else t)
-    others = (scales, None if token_weight_grad is None else token_weight_grad.view(shape))
-    return *vectors.pack_outputs(results), *(out.loss.new_empty(0) if t is None else t for t in others)
+    assert rows.out is not None
+    results, *others = vectors.reduce(p, rows.scales.backend, rows.out, rows.scales.for_loss)
+    return vectors.pack((*results, *others), rows.normalizer)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -245,10 +234,10 @@ class _InPlace(torch.autograd.Function):
         grad, gradient_scale, target, token_weight_grad = ctx.saved_tensors
         token_weight_grad = grad_loss * token_weight_grad if ctx.needs_token_weight else None
         factor = grad_loss if gradient_scale is None else grad_loss / gradient_scale
-        rows = as_rows(grad)  # a copy if a hook on saved tensors returned other strides
-        factor = as_vector(factor) if factor.dim() else factor
+        # Copies, if a hook on saved tensors returned other strides.
+        rows, target = as_rows(grad), target.contiguous()
         # An ignored row stays 0, also for an infinite or NaN upstream gradient.
-        get_backend(grad.device).scale_rows_(rows, factor, as_vector(target), ctx.ignore_index)
+        get_backend(grad.device).scale_rows_(rows, factor.contiguous(), target, ctx.ignore_index)
         return rows.view(grad.shape), token_weight_grad, None, None
 
 
@@ -299,11 +288,13 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
         return tuple(_Arguments())
     if torch.is_grad_enabled():
         refuse_double_backward("flce.cross_entropy", "torch.nn.functional.cross_entropy")
-    normalizer, loss_scales, token_weight_grad, *tensors = ctx.saved_tensors
+    normalizer, loss_scales, token_weight_grad, logits, *others = ctx.saved_tensors
     needed, grad = _Arguments(*ctx.needs_input_grad), None
     if needed.logits:
-        upstream = grad_loss.contiguous()
-        grad = torch.ops.flce.cross_entropy_backward(normalizer, loss_scales, upstream, *tensors, ctx.constants)
+        # Contiguous: a hook on saved tensors may have returned other strides.
+        rows = [None if t is None else t.contiguous() for t in (normalizer, loss_scales, grad_loss)]
+        others = [None if t is None else t.contiguous() for t in others]
+        grad = torch.ops.flce.cross_entropy_backward(*rows, logits, *others, ctx.constants)
     return tuple(_Arguments(logits=grad, token_weight=grad_loss * token_weight_grad if needed.token_weight else None))
 
 
@@ -341,20 +332,3 @@ def has_rows(x: Tensor) -> bool:
 def as_rows(x: Tensor) -> Tensor:
     """Return (..., V) as (N, V): a view, or a copy if `has_rows` is False."""
     return (x if has_rows(x) else x.contiguous()).reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-def as_vector(x: Tensor) -> Tensor:
-    """Return values of the rows, (...), as (N,), contiguous."""
-    return x.reshape(-1).contiguous()
-
-
-def may_overlap(x: Tensor) -> bool:
-    """Return True if two elements of (..., V) may share memory, as in an expanded tensor."""
-    if x.numel() == 0:
-        return False
-    extent = 1
-    for stride, size in sorted((x.stride(d), x.shape[d]) for d in range(x.dim())):
-        if size > 1 and stride < extent:
-            return True
-        extent += (size - 1) * stride
-    return False

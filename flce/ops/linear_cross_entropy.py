@@ -38,8 +38,7 @@ from flce.ops.linear_operators import (
     problem_tensors,
     run_plan,
 )
-from flce.planning.device_kinds import DescribedDevice
-from flce.planning.plan import ChunkPlan, log_new_shape
+from flce.planning.plan import ChunkPlan, DescribedDevice, log_new_shape
 from flce.planning.search import plan_for_case
 from flce.torch_ops import (
     register_formula,
@@ -67,11 +66,9 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem) -> RowOutputs:
 
 
 def _forward(problem: LinearCrossEntropyProblem) -> tuple[Any, ...]:
-    result = _run_forward(problem)
-    optional = result.gradient_scale, result.token_weight_grad
-    gradient_scale, token_weight_grad = (result.outputs.loss.new_empty(0) if t is None else t for t in optional)
-    samples = pack_samples(problem, result.samples)
-    return *vectors.pack_outputs(result.outputs), result.grads, gradient_scale, token_weight_grad, samples
+    outputs, grads, *optional, samples = _run_forward(problem)
+    others = vectors.pack(optional, outputs.loss)
+    return *vectors.pack(outputs, outputs.loss), grads, *others, pack_samples(problem, samples)
 
 
 def _run_forward(problem: LinearCrossEntropyProblem) -> passes.ForwardResult:

@@ -16,7 +16,7 @@ from torch import Tensor
 from flce.backends.contract import DIVERGENCE_SLOTS, NORMALIZER_SLOTS
 from flce.core import log
 from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, Needs
-from flce.engine import per_token
+from flce.engine import per_token, vectors
 from flce.engine.per_token import NUM_DIFFERENTIABLE, SavedRows, TokenResults, UpstreamGradients
 from flce.ops.arguments import refuse_double_backward
 from flce.ops.gradient_accumulation import find_targets, replace_added
@@ -61,18 +61,13 @@ def _without_gradients(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProble
     return replace(p, needs=Needs.from_flat([False] * len(p.needs.flat)))
 
 
-def _plan_untraced(p: LinearCrossEntropyProblem) -> ChunkPlan:
-    """Return the plan of the same call outside of a graph, so that the results have the same bits."""
-    return plan_for_problem(replace(p, is_traced=False))
-
-
 def _forward_and_backward_plans(p: LinearCrossEntropyProblem) -> list[ChunkPlan]:
     """Return the plan of forward and, if gradients are needed, of backward. An error of a budget that is too small
     names a budget that fits both plans."""
     plans, refused, forward = [], [], _without_gradients(p)
     for planned in (forward, p) if p.needs_gradients else (forward,):
         try:
-            plans.append(_plan_untraced(planned))
+            plans.append(plan_for_problem(planned))
         except BudgetError as error:
             refused.append(error)
     if refused:
@@ -89,9 +84,7 @@ def _forward(p: LinearCrossEntropyProblem) -> tuple[Tensor, ...]:
     if log.is_debug_enabled():
         log_new_shape(plan)
     results = run_plan(lambda plan: per_token.forward(problem, plan), plan)
-    results = results._replace(samples=pack_samples(p, results.samples))
-    # A result that is not requested has the shape (0,).
-    return tuple(results.normalizer.new_empty(0) if value is None else value for value in results)
+    return vectors.pack(results._replace(samples=pack_samples(p, results.samples)), results.normalizer)
 
 
 def _forward_fake(p: LinearCrossEntropyProblem) -> tuple[Tensor, ...]:
@@ -147,7 +140,7 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
 def _backward(*args: Any) -> list[Tensor]:
     *rows, p = args
     saved, upstream = SavedRows(*rows[:_NUM_SAVED]), UpstreamGradients(*rows[_NUM_SAVED:])
-    plan, can_repeat = _plan_untraced(p), not p.dw_targets
+    plan, can_repeat = plan_for_problem(p), not p.dw_targets
     return run_plan(lambda plan: per_token.backward(p, plan, saved, upstream), plan, can_repeat)
 
 

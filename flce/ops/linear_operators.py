@@ -23,9 +23,8 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs
 from flce.core.shard import Shard
 from flce.engine.case import Case, Dtypes
-from flce.planning.device_kinds import DescribedDevice
-from flce.planning.plan import ChunkPlan
-from flce.planning.search import BudgetError, make_plan, plan_for_case, plan_for_shard
+from flce.planning.plan import ChunkPlan, DescribedDevice
+from flce.planning.search import BudgetError, make_plan, plan_for_case
 from flce.torch_ops import from_json, to_json
 
 ResultT = TypeVar("ResultT")
@@ -126,12 +125,12 @@ def as_saved(rows: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) ->
 
 def make_case(p: LinearCrossEntropyProblem, gpu: DescribedDevice | None = None) -> Case:
     """Return the case of a call. `gpu`: GPU to plan for, instead of the device of the tensors."""
-    options, most_classes, sharding = p.options, p.local_vocab_size, None
+    options, most_classes, num_processes = p.options, p.local_vocab_size, None
     if p.shard:
-        most_classes, sharding = p.shard.max_local_vocab_size, p.shard.sharding
+        most_classes, num_processes = p.shard.max_local_vocab_size, p.shard.process_group.size()
     # Fused products read their operands along rows.
     row_major = all(x.stride(-1) == 1 == w.stride(-1) for x, w in p.terms)
-    if p.is_traced and options.strategy == "auto" and p.dtype == torch.float16:
+    if p.is_traced and options.strategy == "auto" and p.dtype == torch.float16 and p.spec.reduction != "none":
         # With "auto", forward in a graph computes gradients even where the schedule defers them, and would round
         # them to float16 before the upstream gradient is known. So the strategy is fixed.
         options = replace(options, strategy="tokens" if options.max_workspace_bytes is None else "vocab")
@@ -148,7 +147,7 @@ def make_case(p: LinearCrossEntropyProblem, gpu: DescribedDevice | None = None) 
         p.spec,
         p.needs,
         options,
-        sharding,
+        num_processes,
         (teacher_sizes, p.teacher_terms[0].weight.dtype) if p.teacher_terms else None,
     )
 
@@ -211,8 +210,7 @@ def count_flops(p: LinearCrossEntropyProblem) -> tuple[int, int]:
 
 
 def plan_for_problem(p: LinearCrossEntropyProblem) -> ChunkPlan:
-    plan, size = plan_for_case(make_case(p)), p.local_vocab_size
-    return plan if size == plan.case.vocab_size else plan_for_shard(plan, size)
+    return plan_for_case(make_case(p))
 
 
 def run_plan(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan, can_repeat: bool = True) -> ResultT:
@@ -222,7 +220,7 @@ def run_plan(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan, can_repeat: b
     graph is captured (its memory is separate), if a head is divided (the other processes continue with the plan), and
     if not `can_repeat`: dW of some blocks was added to a gradient.
     """
-    limited = not can_repeat or plan.case.options.max_workspace_bytes is not None or plan.case.sharding is not None
+    limited = not can_repeat or plan.case.options.max_workspace_bytes is not None or plan.case.num_processes is not None
     while True:
         try:
             return run(plan)

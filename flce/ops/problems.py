@@ -41,7 +41,7 @@ from flce.ops.arguments import (
     shift_target,
 )
 from flce.ops.gradient_accumulation import check_parameters
-from flce.ops.vocabulary_parallel import NOT_DIVIDED, DivisionArguments, gather_tokens, pad_shard, shard_of_head
+from flce.ops.vocabulary_parallel import NOT_DIVIDED, DivisionArguments, divide_head
 
 
 def make_linear_problem(
@@ -71,8 +71,7 @@ def make_linear_problem(
         check_parameters([*operands.items()][1::2])
     shard, num_class_weights = None, len(linear_weight)
     if division != NOT_DIVIDED:
-        shard = shard_of_head(operands, division)
-        operands, linear_bias = pad_shard(gather_tokens(operands, shard), linear_bias, shard)
+        operands, linear_bias, shard = divide_head(operands, linear_bias, division)
         # Class weights cover the shard or all classes.
         if weight is None or weight.shape != (num_class_weights,):
             num_class_weights = shard.vocab_size
@@ -80,24 +79,17 @@ def make_linear_problem(
         operands = {name: cast_operand(tensor) for name, tensor in operands.items()}
     check_shapes(operands, target, linear_bias, weight, token_weight, num_class_weights)
     grad, tensors = torch.is_grad_enabled(), tuple(operands.values())
-    inputs, weights, dtype = tensors[::2], tensors[1::2], tensors[0].dtype
+    inputs, weights = tensors[::2], tensors[1::2]
     if linear_bias is not None:
         linear_bias = cast_bias(linear_bias, inputs[0]).contiguous()
-    if num_items is not None:
-        num_items = num_items_tensor(num_items, spec, inputs[0])
-    target = target.to(torch.int64)
-    if shift:
-        target = shift_target(target, shift, spec.ignore_index)
-    if weight is not None:
-        weight = weight.detach().to(accumulation_dtype(dtype)).contiguous()
-    if token_weight is not None:
-        token_weight = token_weight.reshape(-1).to(accumulation_dtype(dtype)).contiguous()
+    target, weight, token_weight, num_items = _as_vectors(
+        target, weight, token_weight, num_items, shift, spec, inputs[0]
+    )
     # Two-dimensional inputs need no view: a view costs host time, and twice as much if it is differentiated.
     rows = [x if x.dim() == 2 else x.reshape(-1, x.shape[-1]) for x in inputs]
     return LinearCrossEntropyProblem(
         tuple([LinearTerm(x, w) for x, w in zip(rows, weights, strict=True)]),
-        # Vectors are short, so a copy is cheap: backends require contiguous vectors of one dtype.
-        target.reshape(-1).contiguous(),
+        target,
         linear_bias,
         weight,
         token_weight,
@@ -114,6 +106,24 @@ def make_linear_problem(
         shard=shard,
         is_traced=torch.compiler.is_compiling(),
     )
+
+
+def _as_vectors(
+    target: Tensor, weight: Tensor | None, token_weight: Tensor | None, num_items: int | Tensor | None, shift: int,
+    spec: LossSpec, like: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the shifted target, the class weights, the token weights and `num_items` as backends require them. Vectors
+    are short, so a copy is cheap. `like`: a tensor of the call's dtype and device."""
+    accum = accumulation_dtype(like.dtype)
+    divisor = None if num_items is None else num_items_tensor(num_items, spec, like)
+    target = target.to(torch.int64)
+    if shift:
+        target = shift_target(target, shift, spec.ignore_index)
+    if weight is not None:
+        weight = weight.detach().to(accum).contiguous()
+    if token_weight is not None:
+        token_weight = token_weight.reshape(-1).to(accum).contiguous()
+    return target.reshape(-1).contiguous(), weight, token_weight, divisor
 
 
 def make_logprob_problem(
@@ -143,7 +153,7 @@ def make_logprob_problem(
         size = candidates.shape[-1]
         candidates = candidates.to(torch.int64).expand(*tokens, size).reshape(math.prod(tokens), size)
     spec = LogprobSpec(
-        ignore_index=-100 if ignore_index is None or target is None else ignore_index,
+        ignore_index=None if target is None else ignore_index,  # type: ignore[arg-type]  # converted by the spec
         softcap=softcap,
         logit_scale=logit_scale,
         temperature=temperature if row_temperature is None else 1.0,  # type: ignore[arg-type]  # converted by the spec
@@ -215,16 +225,9 @@ def make_logits_problem(
     ):
         if value is not None and value.shape != shape:
             refuse_shape(name, value, shape, {"logits": logits})
-    if num_items is not None:
-        num_items = num_items_tensor(num_items, spec, logits)
     refuse_transforms("cross_entropy", "torch.nn.functional.cross_entropy", (logits, token_weight))
-    accum = accumulation_dtype(logits.dtype)
-    target = target.to(torch.int64)
-    if shift:
-        target = shift_target(target, shift, spec.ignore_index)
     if weight is not None:
         refuse_class_weight_gradient(weight)
-        weight = weight.detach().to(accum).contiguous()
-    token_weight = None if token_weight is None else token_weight.to(accum)
+    target, weight, token_weight, num_items = _as_vectors(target, weight, token_weight, num_items, shift, spec, logits)
     needs_token_weight = torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad
     return CrossEntropyProblem(logits, target, weight, token_weight, num_items, spec, shard, shift, needs_token_weight)

@@ -1,9 +1,7 @@
 """Vocabulary parallelism: the classes of a head, or of logits, are divided over the processes of a group.
 
 All processes have the same tokens, and each process has one shard of the classes. `ops.problems` calls this
-module to check the shards, and to gather the tokens of sequence parallelism. `ops.cross_entropy` calls `merge_results`,
-which merges the statistics of rows of logits over the processes with one collective. `engine/shards.py` merges the
-results of a divided head.
+module to check the shards, and to gather the tokens of sequence parallelism. `engine/rows.py` merges the results.
 """
 
 from __future__ import annotations
@@ -16,13 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce.backends.formulas import RowStatistics, results_from_state
 from flce.core import private
 from flce.core.numbers import check_bool, check_int
-from flce.core.problem import LossSpec
 from flce.core.shard import Shard, all_gather, shard_bounds
-from flce.engine.shards import gather_shard_results, merge_shard_results
-from flce.engine.vectors import can_read_values as can_read_values
 from flce.torch_ops import register_operator
 
 
@@ -45,40 +39,31 @@ class DivisionArguments(NamedTuple):
 NOT_DIVIDED = DivisionArguments()
 
 
-def shard_of_head(operands: Mapping[str, Tensor], division: DivisionArguments) -> Shard:
-    """Check the division of a head. Return the shard of this process. operands: by argument name."""
+def divide_head(
+    operands: Mapping[str, Tensor], linear_bias: Tensor | None, division: DivisionArguments
+) -> tuple[dict[str, Tensor], Tensor | None, Shard]:
+    """Check the division of a head. Return the operands, by argument name, with the hidden states of all tokens, at
+    least one class and contiguous rows; the bias; and the shard of this process."""
     group, vocab_size, sequence_parallel = division
     check_bool("sequence_parallel", sequence_parallel)
     if group is None:
         refuse_without_group(vocab_size, sequence_parallel)
-    return shard_from_group(len(operands["linear_weight"]), vocab_size, group, "a linear_weight", sequence_parallel)
-
-
-def gather_tokens(operands: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
-    """Return the operands with the hidden states of all processes, if each has a share of the tokens."""
-    gathered = dict(operands)
-    if shard.sequence_parallel:
-        for name, x in operands.items():
-            if has_hidden_states(name):
-                if x.dim() < 2:
-                    raise ValueError(f"sequence_parallel needs {name} of shape (..., tokens, H), got {tuple(x.shape)}")
-                gathered[name] = torch.ops.flce.gather_sequence(x, shard.group)
-    return gathered
-
-
-def pad_shard(
-    operands: Mapping[str, Tensor], linear_bias: Tensor | None, shard: Shard
-) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return the operands and the bias with at least one class, and with contiguous rows."""
-    padded = dict(operands)
+    shard = shard_from_group(len(operands["linear_weight"]), vocab_size, group, "a linear_weight", sequence_parallel)
+    divided = {}
     for name, x in operands.items():
+        if sequence_parallel and has_hidden_states(name):  # Each process has a share of the tokens.
+            if x.dim() < 2:
+                raise ValueError(f"sequence_parallel needs {name} of shape (..., tokens, H), got {tuple(x.shape)}")
+            x = torch.ops.flce.gather_sequence(x, shard.group)
         if shard.is_empty and has_classes(name):
             # A call needs at least one class. A process without classes computes one class of zeros and discards it.
             x = F.pad(x, (0, 0, 0, 1))
         # A plan depends on whether rows are contiguous, and a shard of one class or none has no stride that shows this.
         # So that all processes have the same plan, rows are contiguous in each of them.
-        padded[name] = x if x.dim() < 2 or x.stride(-1) == 1 else x.contiguous()
-    return padded, F.pad(linear_bias, (0, 1)) if shard.is_empty and linear_bias is not None else linear_bias
+        divided[name] = x if x.dim() < 2 or x.stride(-1) == 1 else x.contiguous()
+    if shard.is_empty and linear_bias is not None:
+        linear_bias = F.pad(linear_bias, (0, 1))
+    return divided, linear_bias, shard
 
 
 def has_classes(name: str) -> bool:
@@ -168,51 +153,32 @@ def _reduce_scatter_sequence(x: Tensor, group: str) -> Tensor:
     return out
 
 
-def _register() -> None:
-    def shape(x: Tensor, group: str, gathered: bool) -> Tensor:
-        count = int(private.resolve_process_group(group).size())
-        length = x.shape[-2] * count if gathered else x.shape[-2] // count
-        return x.new_empty((*x.shape[:-2], length, x.shape[-1]))
-
-    def keep_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.group = inputs[1]
-
-    schema = "(Tensor x, str group) -> Tensor"
-    register_operator("scatter_sequence", schema, _reduce_scatter_sequence, lambda x, group: shape(x, group, False))
-    register_operator(
-        "gather_sequence",
-        schema,
-        _gather_sequence,
-        lambda x, group: shape(x, group, True),
-        backward=lambda ctx, grad: (torch.ops.flce.scatter_sequence(grad, ctx.group), None),
-        setup_context=keep_group,
-    )
+def _with_tokens(x: Tensor, num_tokens: int) -> Tensor:
+    """Return empty memory like `x` with another number of tokens."""
+    return x.new_empty((*x.shape[:-2], num_tokens, x.shape[-1]))
 
 
-_register()
+def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+register_operator(
+    "scatter_sequence",
+    "(Tensor x, str group) -> Tensor",
+    _reduce_scatter_sequence,
+    lambda x, group: _with_tokens(x, x.shape[-2] // private.resolve_process_group(group).size()),
+)
+register_operator(
+    "gather_sequence",
+    "(Tensor x, str group) -> Tensor",
+    _gather_sequence,
+    lambda x, group: _with_tokens(x, x.shape[-2] * private.resolve_process_group(group).size()),
+    backward=lambda ctx, grad: (torch.ops.flce.scatter_sequence(grad, ctx.group), None),
+    setup_context=_keep_group,
+)
 
 
 # ------------------------------------------------------------------------------------------- given logits
-
-
-def merge_results(
-    state: Tensor, cols: int, target: Tensor, class_weight: Tensor | None, spec: LossSpec, shard: Shard
-) -> RowStatistics:
-    """Return the results of rows over all classes, from the state of each shard, (STATE_SLOTS, rows). One collective.
-
-    Processes also exchange their numbers of classes. If a number differs from the number that `shard` implies, the
-    results are NaN in all processes or, on a CPU and with ``FLCE_DEBUG=1``, a ValueError is raised.
-    """
-    weights = None if class_weight is None else class_weight[shard.start : shard.start + cols]
-    weight_sum = cols if weights is None else weights.sum(dtype=state.dtype)
-    shards, widths = gather_shard_results(results_from_state(state, spec, cols, weight_sum), cols, shard)
-    expected = shard.local_vocab_sizes(widths)
-    if can_read_values(widths.device) and not torch.equal(widths, expected):
-        raise ValueError(
-            f"the processes of the group have logits of {widths.int().tolist()} classes, expected "
-            f"{expected.int().tolist()}: give vocab_size where torch.chunk divides them unevenly"
-        )
-    return merge_shard_results(shards, target, class_weight, shard)
 
 
 def local_logits(logits: Any) -> tuple[Tensor, Any, int | None]:

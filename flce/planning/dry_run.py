@@ -1,14 +1,15 @@
 """Dry runs: memory, FLOPs and time of a plan. The engine runs on meta tensors, and an arena and a backend count.
 
-`ChunkPlan` calls `count_costs`.
+`ChunkPlan` calls `count_costs`. The default plan depends on `rates`.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,17 +18,15 @@ from flce.backends import contract, eager, sampling
 from flce.backends.contract import GradientCall, RowOutputs, StatisticsCall
 from flce.backends.formulas import RowStatistics
 from flce.core import gemm, private
+from flce.core.devices import KNOWN_KINDS, DeviceRecord
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec, accumulation_dtype
-from flce.core.shard import HeadSharding
 from flce.engine import per_token
-from flce.engine.arena import Arena, CountingArena
-from flce.engine.case import Case
+from flce.engine.case import Case, ceil_div
 from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime, backward, forward
+from flce.engine.rows import Rows, Selection, statistics_shape
 from flce.engine.schedules.sampled import Sampled
-from flce.engine.selection import Selection
-from flce.engine.shards import Rows, statistics_shape
-from flce.planning import cost_model
+from flce.engine.vectors import Arena
 
 # About the number of borrowed blocks that a dry run executes.
 BLOCK_SAMPLES = 6
@@ -38,14 +37,12 @@ TYPICAL_ENTRIES = 128
 MERGE_VECTORS, MERGE_VECTORS_WITH_STATISTICS = 4, 7
 
 
-@dataclass(frozen=True)
-class PlanCosts:
+class PlanCosts(NamedTuple):
+    """Costs of a plan, see `ChunkPlan`."""
+
     workspace_bytes: int
-    """Peak memory beyond the inputs and the returned gradients, over forward and backward."""
     flops: int
-    """Work of the matrix products."""
     seconds: float
-    """Estimated time, without collectives."""
 
 
 def count_costs(plan: Plan) -> PlanCosts:
@@ -144,18 +141,41 @@ class AllRows(Selection):
         return x if self.index is None or dim > 0 else self.arena.new(x.shape, x.dtype)
 
 
+class CountingArena(Arena):
+    """Arena that counts live bytes. A storage is live until its last view is freed."""
+
+    def __init__(self, device: torch.device | str = "meta") -> None:
+        super().__init__(device)
+        self.live_bytes = self.peak_bytes = 0
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
+        tensor = super().new(shape, dtype, zero)
+        storage = tensor.untyped_storage()
+        self.live_bytes += storage.nbytes()
+        self.count_temporary(0)
+        weakref.finalize(storage, self._count_freed, storage.nbytes()).atexit = False
+        return tensor
+
+    def count_temporary(self, size: int) -> None:
+        """Count temporary memory that one product or one operation of the backend allocates and frees."""
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + size)
+
+    def _count_freed(self, size: int) -> None:
+        self.live_bytes -= size
+
+
 class CountingBackend:
     """Backend of a dry run: it adds up the time and the FLOPs of products and passes, and counts their temporary
     memory."""
 
     def __init__(self, c: Case, arena: CountingArena) -> None:
         self.case, self.seconds, self.flops, self.launches = c, 0.0, 0.0, 0.0
-        self.add_scratch, self.rates = arena.count_temporary, cost_model.rates(c.device)
+        self.add_scratch, self.rates = arena.count_temporary, rates(c.device)
 
     def add_product(self, m: int, n: int, k: int) -> None:
         self.flops += 2 * m * n * k
         self.launches += 1
-        self.seconds += cost_model.product_seconds(self.case.device, m, n, k, self.case.dtype.itemsize)
+        self.seconds += product_seconds(self.case.device, m, n, k, self.case.dtype.itemsize)
 
     def add_pass(self, *tensors: Tensor, launches: int = 1) -> None:
         """Count a pass that reads or writes each of these tensors once."""
@@ -187,8 +207,7 @@ class CountingBackend:
 
     def _pass(self, tile: Tensor, grad: Tensor | None = None, keep_logits: bool = False) -> None:
         self.add_pass(tile, *(() if grad is None else (grad,)))
-        if self.case.backend == "torch":
-            self.add_scratch(eager.temporary_bytes(self.case.spec, tile, self.case.device_type, grad, keep_logits))
+        self.add_torch_scratch(eager.temporary_bytes(self.case.spec, tile, self.case.device_type, grad, keep_logits))
 
     def loss_scales(self, p: LinearCrossEntropyProblem) -> None:
         """Return None. The three numbers are not counted."""
@@ -209,8 +228,8 @@ class CountingBackend:
 
     def divergence(self, logits: Tensor, teacher_logits: Tensor, call: Any, teacher: Any, grad: Any = None) -> None:
         self.add_pass(logits, teacher_logits, *([] if grad is None else [grad]))
-        if self.case.backend == "torch":
-            self.add_scratch(max(eager.divergence_bytes(t, self.case.device_type) for t in (logits, teacher_logits)))
+        sizes = (eager.divergence_bytes(t, self.case.device_type) for t in (logits, teacher_logits))
+        self.add_torch_scratch(max(sizes))
 
     def fused_statistics(self, x: Tensor, weight: Tensor, *args: Any) -> None:
         self.add_product(len(x), len(weight), x.shape[1])
@@ -299,7 +318,7 @@ class CountingBackend:
 class CountingShard(Rows):
     """Rows of a process of a divided head in a dry run: count the memory of `ShardRows`."""
 
-    sharding: HeadSharding = field(kw_only=True)
+    num_processes: int = field(kw_only=True)
 
     is_shard = True
 
@@ -312,7 +331,7 @@ class CountingShard(Rows):
         self._targets = self.arena.new((rows,), torch.int64)
 
     def merge_results(self, tokens: slice) -> None:
-        rows, processes = tokens.stop - tokens.start, self.sharding.num_processes
+        rows, processes = tokens.stop - tokens.start, self.num_processes
         numbers, itemsize = len(RowStatistics.requested_names(self.spec)), self.normalizer.dtype.itemsize
         merging = (MERGE_VECTORS if numbers == 3 else MERGE_VECTORS_WITH_STATISTICS) * processes
         gathered_bytes = processes * (numbers * rows + 1) * itemsize
@@ -322,7 +341,7 @@ class CountingShard(Rows):
         self.merge_results(tokens)
 
     def merge_divergences(self, rows: Tensor, kind: str) -> None:
-        cast(CountingArena, self.arena).count_temporary(4 * self.sharding.num_processes * rows.nbytes)
+        cast(CountingArena, self.arena).count_temporary(4 * self.num_processes * rows.nbytes)
 
 
 class CountingContext(PassContext):
@@ -330,20 +349,16 @@ class CountingContext(PassContext):
 
     def __post_init__(self) -> None:
         self._meter, c = cast(CountingBackend, self.backend), self.rows
-        if self._meter.case.sharding is not None:
+        if self._meter.case.num_processes is not None:
             fields = c.problem, c.selection, c.scales, c.arena, c.normalizer, c.out, c.upstream
-            self.rows = CountingShard(*fields, sharding=self._meter.case.sharding)
+            self.rows = CountingShard(*fields, num_processes=self._meter.case.num_processes)
         super().__post_init__()
 
     def chunks(self, rows: int) -> Iterator[slice]:
         return self._meter.repeat_tiles(_sample_equal_slices(0, self.selection.num_rows, rows))
 
-    def blocks(
-        self, cols: int, start: int = 0, stop: int | None = None, leading_blocks: Sequence[slice] = ()
-    ) -> Iterator[slice]:
-        stop = self.vocab_size if stop is None else stop
-        others = _sample_equal_slices(leading_blocks[-1].stop if leading_blocks else start, stop, cols)
-        return self._meter.repeat_tiles(itertools.chain(_sample_blocks(leading_blocks), others))
+    def borrowed_blocks(self, blocks: Sequence[slice]) -> Iterator[slice]:
+        return self._meter.repeat_tiles(_sample_blocks(blocks))
 
     def split_range(self, range_: slice, step: int) -> Iterator[slice]:
         return self._meter.repeat_tiles(_sample_equal_slices(range_.start, range_.stop, step))
@@ -409,3 +424,74 @@ def _sample_blocks(blocks: Sequence[slice]) -> Iterator[tuple[slice, float]]:
     for number in range(0, len(blocks), step):
         block, last = blocks[number], blocks[min(number + step, len(blocks)) - 1]
         yield block, (last.stop - block.start) / (block.stop - block.start)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The estimated time of products and passes: flops / F + bytes / B + launches * L
+#
+# The constants were measured on an H200. For another GPU we assume the same share of the data sheet's rates, and the
+# same constants of the host, of launches and of blocks. A CPU has separate constants.
+
+
+class Rates(NamedTuple):
+    """Rates that calls reach on a device."""
+
+    half_flops: float
+    """Flops per second of products in half precision."""
+    wide_flops: float
+    """Flops per second of products in float32 and float64."""
+    bandwidth: float
+    """Bytes per second of passes, and of sums that products accumulate into."""
+    operand_bandwidth: float
+    """Bytes per second that a product reads and writes while it multiplies."""
+    launch_seconds: float
+    """Seconds from the end of one kernel to the start of the next."""
+    block_shape: tuple[int, int]
+    """Rows and columns of the result that a multiprocessor computes at a time."""
+    min_block_depth: int
+    """The least inner dimension of a block for which a separate multiprocessor is used."""
+    host_seconds_per_launch: float
+    """Seconds in which Python launches a product or a kernel, while the device processes the tile before."""
+
+
+# Fitted to benchmarks/results/h200-earlier.json and the run before it.
+_ON_H200 = Rates(710e12, 50e12, 4e12, 2.5e12, 3e-6, (128, 256), 1024, 30e-6)
+
+
+@functools.cache
+def rates(device: DeviceRecord) -> Rates:
+    """Return the rates that calls reach on a device: the same share of its data sheet's rates as on an H200.
+
+    Every Hopper GPU has the rates of an H200, because plans of all of them were measured with these.
+    """
+    if not device.arch:
+        flops = device.half_flops, device.wide_flops
+        return Rates(*flops, device.bandwidth, device.bandwidth, 20e-6, (16, 16), 1 << 30, 0.0)
+    measured, h200 = _ON_H200, KNOWN_KINDS["H200"]
+    if device.arch == h200.arch and device.profile is None:
+        return measured
+    return measured._replace(
+        half_flops=measured.half_flops * (device.half_flops / h200.half_flops),
+        wide_flops=measured.wide_flops * (device.wide_flops / h200.wide_flops),
+        bandwidth=measured.bandwidth * (device.bandwidth / h200.bandwidth),
+        operand_bandwidth=measured.operand_bandwidth * (device.bandwidth / h200.bandwidth),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def product_seconds(device: DeviceRecord, m: int, n: int, k: int, itemsize: int) -> float:
+    """Return the seconds for (m, k) times (k, n), with the launch.
+
+    Blocks of the result are computed in waves, one block for each multiprocessor. If k is large, several
+    multiprocessors share a block, so that the last wave is shorter.
+    """
+    device_rates = rates(device)
+    tall, wide = device_rates.block_shape
+    blocks = min(ceil_div(m, tall) * ceil_div(n, wide), ceil_div(m, wide) * ceil_div(n, tall))
+    parts = max(1, k // device_rates.min_block_depth)
+    waves = ceil_div(blocks * parts, device.multiprocessors) / parts
+    rate = device_rates.half_flops if itemsize < 4 else device_rates.wide_flops
+    compute = 2 * waves * device.multiprocessors * tall * wide * k / rate
+    return (
+        max(compute, (m * k + k * n + m * n) * itemsize / device_rates.operand_bandwidth) + device_rates.launch_seconds
+    )

@@ -14,21 +14,38 @@ import bisect
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LogprobSpec
 from flce.core.sizes import MIB
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, STATISTICS_ROWS, Case, ceil_div
-from flce.engine.schedules import SCHEDULES, Schedule
-from flce.engine.schedules.blocks import Blocks
-from flce.engine.schedules.chunks import Chunks, DeferredChunks
+from flce.engine.schedules.gradients import (
+    Blocks,
+    BlocksAroundSum,
+    Chunks,
+    ChunksOfBlocks,
+    DeferredChunks,
+    SeparatePasses,
+)
 from flce.engine.schedules.sampled import Sampled, default_rows
-from flce.engine.schedules.statistics import Statistics
-from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
-from flce.planning.cost_model import least_seconds, rates
+from flce.engine.schedules.schedule import Schedule, Statistics
+from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
+from flce.planning.dry_run import rates
 from flce.planning.plan import MEMORY_SHARE, ChunkPlan, fastest_near, plan_for_size, smallest_near
 
+SCHEDULES: tuple[type[Schedule], ...] = (
+    Statistics,
+    Sampled,
+    Chunks,
+    Unnormalized,
+    Borrowed,
+    Recomputed,
+    DeferredChunks,
+    Blocks,
+    BlocksAroundSum,
+    ChunksOfBlocks,
+    SeparatePasses,
+)
 # Without a budget, plans that need more than MEMORY_SHARE of the device's memory are used only if the others take more
 # than MAX_SLOWDOWN times as long as the fastest plan within MAX_MEMORY_SHARE. Pages say 1.5: the search may find a plan
 # that is 1% slower than the fastest.
@@ -76,18 +93,6 @@ class BudgetError(ValueError):
     def least_text(self) -> str:
         """The least budget as an argument, rounded up: ``1.25MiB``."""
         return f"{math.ceil(100 * self.least / MIB) / 100:.2f}MiB"
-
-
-@functools.lru_cache(maxsize=64)
-def plan_for_shard(plan: ChunkPlan, vocab_size: int) -> ChunkPlan:
-    """Return the plan of a process with fewer classes than the process that `plan` is for. Both call the same
-    collectives. The workspace may exceed the budget without an error: the returned gradients are smaller, so that more
-    of the same memory counts as workspace."""
-    c = replace(plan.case, vocab_size=vocab_size)
-    schedule = plan.schedule.for_shard(c)
-    if schedule is not None:
-        return ChunkPlan(c, plan.strategy, schedule)
-    return _best_or_smallest_plan(replace(c, options=replace(c.options, strategy=plan.strategy)))  # type: ignore[arg-type]
 
 
 def make_plan(c: Case) -> ChunkPlan:
@@ -154,10 +159,8 @@ def _fastest(c: Case, budget: int, seconds: float = math.inf) -> ChunkPlan | Non
     """Return the fastest of all plans within the budget; None if every plan exceeds it or takes `seconds` or more."""
     best = None
     for kind, sizes in _allowed_schedules(c):
-        # A schedule is skipped if its products or its largest size are slower than the best plan so far.
-        if (kind.samples or least_seconds(c, kind.deferred) < seconds) and plan_for_size(
-            c, kind, sizes[-1]
-        ).seconds < seconds:
+        # A schedule is skipped if its largest size is slower than the best plan so far.
+        if plan_for_size(c, kind, sizes[-1]).seconds < seconds:
             plan = _best_plan_of_schedule(c, kind, sizes, budget)
             if plan is not None and plan.seconds < seconds:
                 best, seconds = plan, plan.seconds

@@ -13,8 +13,8 @@ from torch import Tensor
 import flce
 from flce.core import private
 from flce.engine.case import Case
-from flce.engine.schedules import SCHEDULES, Schedule
-from flce.engine.schedules.statistics import Statistics
+from flce.engine.schedules.schedule import Schedule, Statistics
+from flce.planning.search import SCHEDULES
 from tests.forced import borrowed, force, unnormalized
 from tests.helpers import allpairs, row_id
 from tests.hopper import plan_as_on_hopper

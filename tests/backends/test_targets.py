@@ -12,7 +12,7 @@ import torch
 
 from flce import backends
 from flce.backends.contract import RowInputs, RowOutputs, StatisticsCall, TileClasses
-from flce.core.device_record import KNOWN_KINDS
+from flce.core.devices import KNOWN_KINDS
 from flce.core.problem import LossSpec
 
 pytest.importorskip("triton")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.device_plans import HEADS, planned, time_over_products
-from flce.core.device_record import KNOWN_KINDS
+from flce.core.devices import KNOWN_KINDS
 
 TIME_LIMIT = 1.15
 SLOWER = ("V100", "V100-32GB", "T4", "RTX-3060", "RTX-3080", "RTX-4080", "RTX-A6000")  # PyTorch's operators, or small

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import flce
-from flce.core.device_record import KNOWN_KINDS
-from flce.core.devices import device_record
+from flce.core.devices import KNOWN_KINDS, device_record
 from tests.hopper import clear_device_caches, fake_h100
 
 CUDA = torch.device("cuda")

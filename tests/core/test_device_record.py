@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flce.core.device_record import (
+from flce.core.devices import (
     DEFAULT_FLOPS_PER_BYTE,
     KNOWN_KINDS,
     DeviceRecord,

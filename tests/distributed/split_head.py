@@ -218,7 +218,6 @@ def as_on_a_gpu(hopper: bool) -> Iterator[list[flce.ChunkPlan]]:
         next(hopper_plans)
         patch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
         search.plan_for_case.cache_clear()
-        search.plan_for_shard.cache_clear()
         plan_for_problem = vars(linear_cross_entropy)["plan_for_problem"]
 
         def record_plan(*args: Any) -> Any:
@@ -229,7 +228,6 @@ def as_on_a_gpu(hopper: bool) -> Iterator[list[flce.ChunkPlan]]:
         yield plans
         next(hopper_plans, None)
     search.plan_for_case.cache_clear()
-    search.plan_for_shard.cache_clear()
 
 
 LIMIT = {torch.bfloat16: 4e-3, torch.float16: 6e-4}

@@ -15,7 +15,7 @@ import flce
 from benchmarks.memory import profile_memory
 from flce.huggingface.estimate.language_model import Lora, add_adapters
 from flce.huggingface.estimate.training_memory import LIBRARY_BYTES, Sharding, Training, TrainingMemory, Variant
-from flce.planning.device_kinds import resolve_device
+from flce.planning.plan import resolve_device
 from tests.distributed.training import fsdp2, with_labels
 from tests.processes import in_processes
 

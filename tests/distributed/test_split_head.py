@@ -29,7 +29,7 @@ if not dist.is_available():
 
 import flce
 from flce.engine.case import Case
-from flce.engine.schedules import Schedule
+from flce.engine.schedules.schedule import Schedule
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed
 from flce.testing.problem import Problem, relative_error, run_oracle
 from tests.distributed.split_head import (
@@ -194,7 +194,7 @@ def test_schedules_of_a_gpu() -> None:
                 )
             if hopper:  # Processes with different numbers of classes, if the host may not read values.
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr("flce.ops.vocabulary_parallel.can_read_values", lambda device: False)
+                    patch.setattr("flce.engine.vectors.can_read_values", lambda device: False)
                     p = problem((6,), 64, 128 + group.rank(), dtype=half[0])
                     x, weight = LocalShare.leaf(p.input), LocalShare.leaf(p.linear_weight)
                     for smoothing in (0.0, 0.1):  # with the kernel, and with PyTorch

@@ -52,10 +52,10 @@ def test_the_code_is_short() -> None:
 
 
 def test_named_files_and_schedules_exist() -> None:
-    from flce.engine import schedules
+    from flce.planning.search import SCHEDULES
 
     for path in re.findall(r"`((?:flce|tests)/[\w/.]+)`", TEXT):
         assert (Path(__file__).parents[2] / path).exists(), path
     for name in ("Blocks", "Chunks"):
         assert f"`{name}`" in TEXT
-        assert name in {schedule.__name__ for schedule in schedules.SCHEDULES}
+        assert name in {schedule.__name__ for schedule in SCHEDULES}

@@ -17,8 +17,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import flce
 from flce.engine import borrowing, case, sums
 from flce.engine.borrowing import BlockLayout
-from flce.engine.schedules.blocks import Blocks, BlocksAroundSum, SeparatePasses
-from flce.engine.schedules.chunks import Chunks, DeferredChunks
+from flce.engine.schedules.gradients import Blocks, BlocksAroundSum, Chunks, DeferredChunks, SeparatePasses
 from flce.planning.plan import ChunkPlan
 from flce.testing.problem import ALL_GRADS, make_problem, relative_error, run_fused
 from tests.forced import force

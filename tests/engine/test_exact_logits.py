@@ -12,14 +12,21 @@ from torch import Tensor
 
 import flce
 from flce.engine import case
+from flce.engine.borrowing import dx_sum_start
 from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
-from flce.engine.schedules import SCHEDULES, Schedule
-from flce.engine.schedules.blocks import Blocks, BlocksAroundSum, ChunksOfBlocks, SeparatePasses
-from flce.engine.schedules.chunks import Chunks, DeferredChunks
-from flce.engine.schedules.statistics import Statistics
+from flce.engine.schedules.gradients import (
+    Blocks,
+    BlocksAroundSum,
+    Chunks,
+    ChunksOfBlocks,
+    DeferredChunks,
+    SeparatePasses,
+)
+from flce.engine.schedules.schedule import Schedule, Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning import search
+from flce.planning.search import SCHEDULES
 from flce.testing.problem import ALL_GRADS, Problem, make_problem, relative_error, run_fused, run_oracle
 from tests.forced import force
 from tests.helpers import BACKENDS, case_of, parametrize_pairs, upstream_of
@@ -191,7 +198,7 @@ def test_gradients_overwrite_the_logits_of_a_small_tile(
     found = errors(problem, "xw", options=KEEP_IGNORED)
     assert {name: e for name, e in found.items() if not e <= (5e-6 if name == "loss" else LIMIT[BF16])} == {}
     schedule: Any = plans[0].schedule
-    stop = getattr(schedule, "dx_sum_start", 700)
+    stop = 700 if kind is Blocks else dx_sum_start(10, 700, torch.float32, BF16)
     borrowed = [(10, block.start, block.stop) for block in schedule.layout.borrowed_blocks(0, stop)]
     assert borrowed
     assert set(borrowed) <= set(tiles)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flce
-from flce.engine.schedules import SCHEDULES
+from flce.planning.search import SCHEDULES
 from flce.testing.problem import make_problem
 from tests.forced import force
 from tests.helpers import check, plan_for

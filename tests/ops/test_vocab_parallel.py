@@ -28,7 +28,7 @@ from flce.backends.formulas import (
 )
 from flce.core.problem import OUTPUTS, CrossEntropyProblem, LogprobSpec
 from flce.core.shard import shard_bounds
-from flce.engine.arena import Arena
+from flce.engine.vectors import Arena
 from flce.testing.problem import CallResult, run_oracle
 from tests import quick_interpreter
 from tests.distributed import split_head

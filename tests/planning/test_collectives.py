@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ if not dist.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
 
 import flce
-from flce.core.shard import HeadSharding, shard_bounds, sharding_from_arguments
+from flce.core.shard import shard_bounds
 from flce.planning import dry_run
-from flce.planning.search import plan_for_shard
 from flce.testing.problem import make_problem
 from tests.distributed import split_head
 
@@ -67,7 +67,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]]]:
         "all_reduce": all_reduce,
     }.items():
         monkeypatch.setattr(dist, name, replacement, raising=False)
-    monkeypatch.setattr("flce.ops.vocabulary_parallel.refuse_equal_shards", lambda *args: None)
+    monkeypatch.setattr("flce.engine.vectors.can_read_values", lambda device: False)  # All have the classes of rank 0.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PROCESSES)
     yield counts
     dist.destroy_process_group()
@@ -186,7 +186,7 @@ def test_processes_with_fewer_classes_call_the_same_collectives() -> None:
         plan = flce.plan(tokens, hidden, vocab, dtype, shards=2, options=chosen, **device, **call)
         most = plan.case.vocab_size
         for fewer in {1, 2, most // 2, most - 1}:
-            other = plan_for_shard(plan, fewer)
+            other = flce.ChunkPlan(replace(plan.case, vocab_size=fewer), plan.strategy, plan.schedule)
             schedules.add(type(plan.schedule).__name__)
             assert list_collectives(other) == list_collectives(plan), (plan, other)
     assert schedules >= {"Chunks", "Unnormalized", "Borrowed"}
@@ -205,4 +205,5 @@ def test_processes_with_fewer_classes_call_the_same_collectives() -> None:
 def test_wrong_arguments(shards: Any, sequence: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         flce.plan(64, 32, 500, torch.float32, device="cpu", shards=shards, sequence_parallel=sequence)
-    assert sharding_from_arguments(2, True, 64) == HeadSharding(2, True)
+    plan = flce.plan(64, 32, 500, torch.float32, device="cpu", shards=2, sequence_parallel=True)
+    assert plan.case.num_processes == 2

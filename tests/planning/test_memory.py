@@ -17,19 +17,18 @@ import flce
 from flce.backends import contract, eager, sampling
 from flce.backends.contract import RowOutputs
 from flce.backends.sampling import SEED_BYTES
-from flce.core.device_record import CPU
+from flce.core.devices import CPU
 from flce.core.problem import LossSpec
-from flce.engine import schedules
-from flce.engine.arena import CountingArena
 from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime
-from flce.engine.schedules import SCHEDULES, Schedule
-from flce.engine.schedules.chunks import Chunks, DeferredChunks
-from flce.engine.schedules.schedule import NO_SIZES, sizes_up_to
+from flce.engine.schedules.gradients import Chunks, DeferredChunks
+from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 from flce.engine.schedules.unnormalized import Recomputed, Unnormalized
 from flce.engine.sums import DxSum
 from flce.planning import dry_run, search
+from flce.planning.dry_run import CountingArena
+from flce.planning.search import SCHEDULES
 from flce.testing.problem import make_problem
 from tests.helpers import allpairs, check
 from tests.hopper import case_on_hopper
@@ -231,7 +230,7 @@ class InBlocks(Schedule):
         for chunk in s.chunks(self.rows):
             rows = chunk.stop - chunk.start
             s.compute_statistics(chunk, tile.memory[:rows])
-            for block in s.blocks(self.cols):
+            for block in s.split_range(s.all_classes, self.cols):
                 dlogits = s.compute_gradient(chunk, block, tile)
                 for total in sums:
                     total.add(dlogits, chunk, block)
@@ -277,4 +276,3 @@ def test_a_new_schedule_is_a_class_and_a_line_in_the_list(monkeypatch: pytest.Mo
         assert plan.workspace_bytes <= budget
         check(problem, options=options, grads="x", grad_output=1.7)
     search.plan_for_case.cache_clear()
-    assert schedules.SCHEDULES is SCHEDULES

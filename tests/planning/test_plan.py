@@ -28,17 +28,15 @@ from hypothesis import strategies as st
 import flce
 from benchmarks.memory import profile_memory
 from flce.backends.contract import FUSED_PRODUCT_FIELDS
-from flce.core.device_record import KNOWN_KINDS
-from flce.core.devices import device_record
+from flce.core.devices import KNOWN_KINDS, device_record
 from flce.core.problem import LogprobSpec, LossSpec, Needs
-from flce.core.shard import HeadSharding
 from flce.engine.case import Case
-from flce.engine.schedules import SCHEDULES, Schedule
-from flce.engine.schedules.blocks import Blocks, SeparatePasses
-from flce.engine.schedules.chunks import Chunks, DeferredChunks
+from flce.engine.schedules.gradients import Blocks, Chunks, DeferredChunks, SeparatePasses
+from flce.engine.schedules.schedule import Schedule
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning import search
 from flce.planning.plan import plan_for_size
+from flce.planning.search import SCHEDULES
 from flce.testing.problem import make_problem, run_fused
 from tests.helpers import least_budget_unless_accepted, parametrize_pairs, plan_for
 from tests.hopper import case_on_hopper
@@ -372,7 +370,7 @@ def draw_case(r: random.Random) -> Case:
         spec=spec,
         needs=Needs(("x" in grads, *adapters), ("w" in grads, *adapters), "b" in grads),
         options=options,
-        sharding=HeadSharding(4) if kind != "divergence" and r.random() < 0.1 else None,
+        num_processes=4 if kind != "divergence" and r.random() < 0.1 else None,
         teacher=((r.choice([1024, 4096]),), dtype) if kind == "divergence" else None,
     )
 

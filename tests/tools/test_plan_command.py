@@ -28,7 +28,7 @@ from flce.huggingface.estimate import rehearsal
 from flce.huggingface.estimate import training_memory as memory
 from flce.huggingface.estimate.language_model import Lora, step_inputs
 from flce.huggingface.estimate.training_memory import Sharding, StepError, StepMemory, Training, TrainingMemory, Variant
-from flce.planning.device_kinds import resolve_device
+from flce.planning.plan import resolve_device
 from flce.tools.cli import plan as command
 from tests.hopper import clear_device_caches, fake_h100
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from flce.huggingface.estimate import language_model
 from flce.huggingface.estimate.training_memory import StepError, Training, TrainingMemory, Variant
-from flce.planning.device_kinds import resolve_device
+from flce.planning.plan import resolve_device
 from flce.tools.cli import app
 from tests.huggingface.architectures import OVERRIDES, small_config
 

@@ -103,7 +103,7 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt  # a process in the background may ignore the signal
 
     monkeypatch.delattr(signal, "SIGPIPE")
-    monkeypatch.setattr("flce.planning.device_kinds.resolve_device", interrupt)
+    monkeypatch.setattr("flce.planning.plan.resolve_device", interrupt)
     monkeypatch.setattr(sys, "argv", ["flce", *LARGE])
     with pytest.raises(SystemExit) as ended:
         main()

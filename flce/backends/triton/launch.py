@@ -15,8 +15,7 @@ import triton
 from torch import Tensor
 
 from flce.backends.contract import GradientCall, RowOutputs, StatisticsCall, TileCall
-from flce.core.device_record import DeviceRecord
-from flce.core.devices import device_record
+from flce.core.devices import DeviceRecord, device_record
 from flce.core.problem import NUMERIC_FIELDS, LossSpec
 
 # Threads of a warp, in the launch tables and on NVIDIA's devices.

@@ -1,26 +1,276 @@
-"""A schedule that computes gradients from sampled entries (`ChunkOptions.sample_below`), see `engine/sampling.py`."""
+"""A schedule that computes gradients from sampled entries (`ChunkOptions.sample_below`), and its steps.
+
+Most probabilities of a token are nearly zero. With s = `sample_below`, an entry of the gradient of the
+logits whose probability p is below s is kept with probability p / s, as 1 / (p / s) times its gradient, and left out
+otherwise. All other entries, and the target's, are kept as they are. So the expected gradients are the exact ones.
+
+* Forward needs the threshold of a row before its sum of exponentials is known. A lower bound, the sum over *frequent*
+  classes, keeps more entries than requested. Each entry has one random number u: it is listed if u < p / s' for the
+  bound's s', and backward keeps it if u < p / s. The result does not depend on the bound.
+* Gradients of frequent classes are dense: a product with their rows of W.
+* Random numbers are a hash of the token's position in the call, of its hidden state, of its bound, and of the class.
+  Equal calls draw equal numbers, and no generator is touched.
+
+Left out: terms of divergences, which no vectors can express (`Case.dense_reason`).
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from flce.backends.contract import ENTRIES_PER_TOKEN, FUSED_PRODUCT_BLOCK, WORD_CLASSES, Marks, Samples, num_frequent
-from flce.backends.sampling import IGNORED
-from flce.core.slices import slice_columns
+from flce.backends.contract import (
+    CLASSES,
+    ENTRIES_PER_TOKEN,
+    FUSED_PRODUCT_BLOCK,
+    WORD_CLASSES,
+    Marks,
+    RowOutputs,
+    SampledEntries,
+    Samples,
+    log_sum_exp,
+    num_frequent,
+)
+from flce.backends.formulas import is_class
+from flce.backends.sampling import IGNORED, NO_TARGET, pack_marks
+from flce.core.problem import LinearTerm
+from flce.core.slices import slice_columns, slice_rows
 from flce.engine.case import ROW_MULTIPLE, Case, ceil_div, equal_rows
-from flce.engine.pass_context import PassContext
-from flce.engine.sampling import BOUND_MARGIN, FrequentClasses, SampledGradients, choose_frequent, local_targets
-from flce.engine.schedules.blocks import Blocks
-from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
-from flce.engine.schedules.statistics import Deferred, Statistics, statistics_schedule
+from flce.engine.pass_context import CandidateGrads, GradientTile, PassContext
+from flce.engine.rows import Rows, Selection
+from flce.engine.schedules.gradients import Blocks
+from flce.engine.schedules.schedule import NO_SIZES, Deferred, Schedule, Statistics, sizes_up_to, statistics_schedule
 
+# The logarithm of a lower bound is smaller by this, so that rounding does not make it larger than the sum.
+BOUND_MARGIN = 2.0**-10
+# Is added to the logits of targets, so that they are frequent classes.
+TARGET_SCORE = 2.0**20
+# Number of sizes of the memory for values of entries.
+ENTRY_SIZES = 16
+# The number of the bias among the terms.
+BIAS = -1
 # Classes of a block if there are too many entries.
 DENSE_COLS = 4096
 # Maximum bytes of the marks of a chunk.
 MAX_MARK_BYTES = 128 << 20
+
+
+def local_classes(ctx: PassContext, ids: Tensor) -> Tensor:
+    """Return the ids; NO_TARGET for ids that are not a class of this process."""
+    return ids.clamp(min=NO_TARGET).masked_fill_(ids >= ctx.vocab_size, NO_TARGET)
+
+
+def local_targets(ctx: PassContext) -> Tensor:
+    """Return the target of each row, (rows,) int64; NO_TARGET if it is not a class of this process, or IGNORED."""
+    target = ctx.rows.target
+    return local_classes(ctx, target).masked_fill_(target == ctx.rows.spec.ignore_index, IGNORED)
+
+
+class FrequentClasses:
+    """The frequent classes of this process as a head of their own, with gathered rows of the weights.
+
+    Attributes:
+        ids: (K,) int64 the classes.
+        place: (V + 2,) int64 the column of each class, or NO_TARGET. Behind them IGNORED and NO_TARGET, so that these
+            numbers, as indices, have themselves as columns.
+        weights: (K, H) of each term.
+    """
+
+    def __init__(self, ctx: PassContext, ids: Tensor, target: Tensor) -> None:
+        """target: of `local_targets`."""
+        self._context, self.ids = ctx, ids
+        self.place = ctx.new((ctx.vocab_size + 2,), torch.int64).fill_(NO_TARGET)
+        self.place[IGNORED].fill_(IGNORED)  # An assignment copies from the host, and waits for the device.
+        self.place[ids] = torch.arange(len(ids), device=ids.device)
+        self.weights: list[Tensor] = []
+        for _, weight in ctx.terms:
+            gathered = ctx.new((len(ids), weight.shape[1]), weight.dtype)
+            self.weights.append(torch.index_select(weight, 0, ids, out=gathered))
+        bias = ctx.problem.linear_bias
+        self._bias = None if bias is None else bias[ids]
+        self._target = self.place[target]
+
+    def _chunk_context(self, tokens: slice, **more: Any) -> PassContext:
+        """Return the context of some rows and these classes alone. In forward it has a normalizer of its own."""
+        ctx, rows = self._context, self._context.rows
+        spec = replace(rows.spec, ignore_index=IGNORED, stats=(), z_loss=0.0, label_smoothing=0.0)
+        problem = replace(
+            ctx.problem, terms=tuple(map(LinearTerm, ctx.term_inputs(tokens), self.weights)),
+            target=slice_columns(self._target, tokens), linear_bias=self._bias, class_weight=None, token_weight=None,
+            spec=spec, inverse_temperature=rows.tile_inputs(tokens).inverse_temperature, shard=None,
+        )  # fmt: skip
+        normalizer, out = slice_columns(ctx.normalizer, tokens), None
+        if rows.out is not None:
+            out = RowOutputs.allocate(spec, normalizer.dtype, (problem.num_tokens,), ctx.new)
+            normalizer = out.normalizer
+        of_chunk = Rows(problem, Selection(problem, None), rows.scales, ctx.arena, normalizer, out)
+        return replace(ctx, rows=of_chunk, top_k=None, **more)
+
+    def compute_bound(self, tokens: slice) -> Tensor:
+        """Return the log-sum-exp of these classes of all processes for some rows, float32."""
+        ctx = self._chunk_context(tokens)
+        rows, cols = ctx.problem.num_tokens, ctx.vocab_size
+        ctx.compute_statistics(
+            slice(0, rows), None if ctx.in_registers else ctx.new_tile(rows, cols, ctx.dtypes.logits)
+        )
+        return self._context.rows.max_over_processes(log_sum_exp(ctx.normalizer).to(torch.float32))
+
+    def compute_gradient(self, tokens: slice, tile: GradientTile) -> Tensor:
+        """Return the gradient of the logits of some rows, (rows, K); 0 at targets and candidates."""
+        ctx = self._context
+        exact = slice_columns(self._target, tokens)[:, None]
+        if ctx.candidate_grads is not None:
+            exact = torch.cat((exact, self.place[local_classes(ctx, ctx.candidate_grads.ids[tokens])]), 1)
+        zeros = CandidateGrads(exact, torch.zeros_like(exact, dtype=torch.float32), None)
+        of_chunk = self._chunk_context(
+            tokens, row_gradient=ctx.gradient_call(tokens).row_gradient, candidate_grads=zeros
+        )
+        return of_chunk.compute_gradient(slice(0, len(exact)), of_chunk.all_classes, tile)
+
+
+def choose_frequent(ctx: PassContext, target: Tensor, out: Tensor) -> Tensor:
+    """Write the frequent classes of this process to `out`, (K,): targets, and the classes with the largest logits of
+    the mean hidden state. If there are more targets, those with the largest logits. target: of `local_targets`.
+
+    Return the bits of the frequent classes, (words,) int32."""
+    bias = ctx.problem.linear_bias
+    logits = ctx.new_tile(1, ctx.vocab_size + 2, ctx.normalizer.dtype)  # behind the classes for other targets
+    z = logits[:, : ctx.vocab_size]
+    # Hidden states of ignored tokens may be NaN or infinite.
+    means = [term.input.mean(0, keepdim=True).nan_to_num(0.0, 0.0, 0.0) for term in ctx.terms]
+    ctx.write_logits(means, ctx.all_classes, z)
+    if bias is not None:
+        z += bias
+    if ctx.rows.spec.scale < 0.0:
+        z.neg_()
+    logits[0, target] += TARGET_SCORE
+    ctx.write_largest(z[0], out)
+    words = ctx.new((ceil_div(ctx.vocab_size, WORD_CLASSES),), torch.int32)
+    return words.copy_(pack_marks(ctx.new((ctx.vocab_size,), torch.bool, zero=True).index_fill_(0, out, True)))
+
+
+class SampledGradients:
+    """Backward: computes gradients from `PassContext.samples`. For each chunk of rows `add_frequent`, then
+    `add_entries`; at the end `finish`."""
+
+    def __init__(self, ctx: PassContext, rows: int, sample_below: float) -> None:
+        self._context, self._samples, self._sample_below = ctx, ctx.samples, sample_below
+        self._frequent = frequent = FrequentClasses(ctx, self._samples.frequent, local_targets(ctx))
+        self._tile = ctx.new_gradient_tile(rows, len(frequent.ids))
+        accum = ctx.normalizer.dtype
+        # By term. The bias is a term whose input is 1.
+        hidden_sizes = {k: ctx.terms[k].weight.shape[1] for k in ctx.dw_terms}
+        if ctx.problem.needs.bias:
+            hidden_sizes[BIAS] = 1
+        is_empty = ctx.selection.num_rows == 0
+        self._dense_dw = {k: ctx.new((len(frequent.ids), size), accum, is_empty) for k, size in hidden_sizes.items()}
+        # By term: the share of frequent classes in dX of a chunk.
+        self._dense_dx: dict[int, Tensor] = {}
+        # With label smoothing the gradient of each class k of row i has the term -f_i w_k.
+        self._class_weight: Tensor | None = None
+        self._sums_of_rows: dict[int, Tensor] = {}
+        if ctx.problem.spec.label_smoothing:
+            given = ctx.rows.class_weight
+            weight = ctx.new((ctx.vocab_size,), accum).fill_(1.0) if given is None else given.to(accum)
+            self._class_weight = weight
+            self._weighted_rows = {k: ctx.multiply_vector(weight, ctx.terms[k].weight).sum(0) for k in ctx.dx_terms}
+            self._sums_of_rows = {k: ctx.new((size,), accum, zero=True) for k, size in hidden_sizes.items()}
+        self.allocate_entries(0)
+
+    def allocate_entries(self, num_entries: int) -> None:
+        """Allocate memory for values of the list's entries, and behind them of all candidates."""
+        ctx, accum = self._context, self._context.normalizer.dtype
+        # Few different sizes: launches of kernels are prepared once for a size.
+        step = ceil_div(len(self._samples.classes), ENTRY_SIZES)
+        num_entries = ceil_div(num_entries, step) * step if step else 0
+        num_candidates = 0 if ctx.candidate_grads is None else ctx.candidate_grads.ids.shape[1]
+        size = num_entries + num_candidates * ctx.selection.num_rows
+        # With adapters the logits of the entries are a sum over the terms.
+        logits = ctx.new((num_entries,), accum, zero=True) if len(ctx.terms) > 1 else None
+        self._entries = SampledEntries(
+            ctx.new((size,), torch.int32), ctx.new((size,), accum), ctx.new((size,), torch.int32), logits, num_entries,
+            num_candidates, ctx.rows.first_class, self._sample_below,
+        )  # fmt: skip
+        self._entries.classes.fill_(ctx.vocab_size)
+
+    def add_frequent(self, tokens: slice) -> None:
+        """Compute the share of frequent classes in dX of some rows, and add the rows to their share of dW."""
+        ctx, xs, frequent = self._context, self._context.term_inputs(tokens), self._frequent
+        call, dlogits, smoothing = ctx.gradient_call(tokens), frequent.compute_gradient(tokens, self._tile), None
+        if self._class_weight is not None:
+            inverse, smoothing = call.inputs.inverse_temperature, call.row_gradient[CLASSES] * call.spec.scale
+            smoothing = smoothing if inverse is None else smoothing * inverse
+        for k, dense_dw in self._dense_dw.items():
+            x = dlogits.new_ones(len(dlogits), 1) if k == BIAS else xs[k]
+            ctx.matmul(dlogits.t(), x, out=dense_dw, accumulate=tokens.start > 0)
+            if smoothing is not None:
+                self._sums_of_rows[k] += ctx.multiply_vector(smoothing, x).sum(0)
+        for k in ctx.dx_terms:
+            self._dense_dx[k] = ctx.new(xs[k].shape, ctx.normalizer.dtype)
+            ctx.matmul(dlogits, frequent.weights[k], out=self._dense_dx[k])
+            if smoothing is not None:
+                self._dense_dx[k].addr_(smoothing, self._weighted_rows[k], alpha=-1.0)
+
+    def add_entries(self, tokens: slice) -> None:
+        """Write dX of some rows, and the values of their entries."""
+        ctx, xs, index = self._context, self._context.term_inputs(tokens), self._context.selection.index
+        index = None if index is None else index[tokens]
+        rows = ctx.gradient_call(tokens), self._samples.select_rows(tokens), tokens.start, index, self._entries
+        if ctx.candidate_grads is not None:
+            self._add_candidates(tokens, ctx.candidate_grads, index)
+        if self._entries.logits is not None:
+            for x, term in zip(xs, ctx.terms, strict=True):
+                ctx.backend.sampled_gradient(x, term.weight, *rows, None, None, None, True)
+        for k, (x, term) in enumerate(zip(xs, ctx.terms, strict=True)):
+            grad: Tensor | None = None
+            if k in ctx.dx_terms:
+                grad = slice_rows(ctx.dx_memory(k), tokens) if index is None else ctx.dx_memory(k)
+            if k == 0 or grad is not None:
+                dense = self._dense_dx.pop(k, None)
+                ctx.backend.sampled_gradient(x, term.weight, *rows, dense, grad, ctx.gradient_scale, False)
+
+    def _add_candidates(self, tokens: slice, grads: CandidateGrads, index: Tensor | None) -> None:
+        """Write the entries of candidates of some rows. Entries and targets have the share of the softmax; for
+        candidates that are frequent `FrequentClasses.compute_gradient` left it out. index: the rows of the call."""
+        ctx, entries, size = self._context, self._entries, self._context.vocab_size
+        assert grads.terms is not None
+        ids, values, terms = (t[tokens] for t in (grads.ids, grads.values, grads.terms))
+        count = torch.ones_like(values)
+        ctx.backend.sum_equal(ids, torch.ones_like(values), count)
+        is_frequent = self._frequent.place[local_classes(ctx, ids)] >= 0
+        is_left_out = is_frequent & (ids != slice_columns(ctx.rows.target, tokens)[:, None])
+        values = torch.where(is_left_out, values / count, terms)
+        classes = torch.where(is_class(ids, size), ids, size)
+        rows = torch.arange(tokens.start, tokens.stop, device=ids.device) if index is None else index
+        for out, value in ((entries.rows, rows[:, None]), (entries.values, values), (entries.classes, classes)):
+            entries.of_candidates(out)[tokens] = value
+
+    def finish(self) -> None:
+        """Compute dW and the gradient of the bias."""
+        ctx, entries = self._context, self._entries
+        del self._tile, self._samples
+        self._frequent.weights.clear()
+        if not self._dense_dw:
+            return
+        targets = ctx.problem.dw_targets
+        classes, order = ctx.sort_entries(entries.classes)
+        numbers = torch.arange(ctx.vocab_size + 1, out=ctx.new((ctx.vocab_size + 1,), torch.int32))
+        bounds = torch.searchsorted(classes, numbers, out=ctx.new(numbers.shape, torch.int64))
+        del classes, numbers
+        for k, dense in self._dense_dw.items():
+            if k == BIAS:
+                x, grad, scale = dense.new_ones(ctx.problem.num_tokens, 1), ctx.db_memory()[:, None], None
+            else:
+                x, scale = ctx.terms[k].input, ctx.gradient_scale
+                grad = targets[k] if k in targets else ctx.dw_memory(k).zero_()
+            ctx.backend.sampled_weight_gradient(
+                x, entries, order, bounds, self._frequent.ids, self._frequent.place, dense, grad, scale,
+                self._class_weight, self._sums_of_rows.get(k),
+            )  # fmt: skip
 
 
 def row_mark_bytes(vocab_size: int) -> int:

@@ -1,9 +1,11 @@
-"""The base class of schedules."""
+"""The base classes of schedules, and the schedule of losses and statistics without gradients."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
+from flce.core.problem import LogprobSpec
 from flce.engine.case import Case, ceil_div
 from flce.engine.pass_context import PassContext
 
@@ -20,7 +22,8 @@ class Schedule:
     """A loop over the tiles of logits: a frozen dataclass of sizes with the methods `forward` and `backward`.
 
     The planner chooses one of several sizes: usually tokens of a chunk or classes of a block. A larger size needs more
-    memory and should be faster.
+    memory and should be faster. All processes of a divided head run the schedule of the process with most classes, so
+    that they call the same collectives: what depends on the number of classes is computed from the context.
 
     Attributes:
         strategy: "tokens" or "vocab", as users choose it. With "vocab" gradients are deferred.
@@ -52,8 +55,8 @@ class Schedule:
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> Schedule:
-        """Return the schedule of one of these sizes."""
-        raise NotImplementedError
+        """Return the schedule of one of these sizes. By default the size is the only field."""
+        return cls(size)  # type: ignore[call-arg]
 
     def forward(self, ctx: PassContext) -> None:
         """Compute losses and, unless `deferred`, gradients."""
@@ -62,12 +65,6 @@ class Schedule:
     def backward(self, ctx: PassContext) -> None:
         """Compute the gradients, if `deferred`."""
         raise NotImplementedError
-
-    def for_shard(self, c: Case) -> Schedule | None:
-        """Return the schedule for a process with fewer classes of a divided head. `self` is the schedule of the process
-        with most classes. Both must call the same collectives for the same tokens. Return None if the planner may
-        choose any deferred schedule, because all deferred schedules call the same collectives."""
-        return None
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         """Return the number of tokens of a chunk and the number of classes of each block."""
@@ -82,3 +79,72 @@ class Schedule:
             return f"{text}, all classes"
         sizes = f"{widths[0]}" if len(set(widths[:-1])) == 1 else f"{max(widths)} to {widths[-2]}"
         return f"{text}, {blocks} blocks of {sizes} classes"
+
+
+def statistics_schedule(c: Case, rows: int, cols: int) -> Statistics:
+    """Return the schedule for statistics. `rows`, `cols`: see `Case.statistics_tile_size`."""
+    if not c.supports_fused_products:
+        return Statistics(*c.statistics_tile_size(rows, cols, False))
+    # The fused product does not compute the largest logits of a row. They need another product.
+    has_top_k = isinstance(c.spec, LogprobSpec) and c.spec.top_k > 0
+    top_k = TopKLogits(*c.statistics_tile_size(rows, cols, False)) if has_top_k else None
+    return Statistics(c.statistics_tile_size(rows, cols, True)[0], c.vocab_size, top_k)
+
+
+@dataclass(frozen=True)
+class Statistics(Schedule):
+    """Loop over chunks and blocks for statistics. One product. A running state of each row is updated after each tile.
+    Or logits stay in registers: a fused product writes two or more numbers for each row and 256 classes."""
+
+    rows: int
+    cols: int
+    top_k: TopKLogits | None = None
+
+    sized_by_tokens = False  # A size is a number of logits in memory.
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        return NO_SIZES if c.needs.any else sizes_up_to(c.chunk_rows * c.vocab_size)
+
+    @classmethod
+    def from_size(cls, c: Case, size: int) -> Statistics:
+        if c.options.strategy == "vocab":
+            return statistics_schedule(c, c.chunk_rows, max(1, size // c.chunk_rows))
+        return statistics_schedule(c, max(1, size // c.vocab_size), min(size, c.vocab_size))
+
+    def forward(self, ctx: PassContext) -> None:
+        logits = None if ctx.in_registers else ctx.new_tile(self.rows, self.cols, ctx.dtypes.logits)
+        for chunk in ctx.chunks(self.rows):
+            ctx.compute_statistics(chunk, logits)
+        if self.top_k is not None:
+            self.top_k.forward(ctx)
+
+
+@dataclass(frozen=True)
+class TopKLogits:
+    """Loop over chunks and blocks for the largest logits of each token. It follows statistics in registers, which
+    cannot compute them."""
+
+    rows: int
+    cols: int
+
+    def forward(self, ctx: PassContext) -> None:
+        logits = ctx.new_tile(self.rows, self.cols, ctx.dtypes.logits)
+        for chunk in ctx.chunks(self.rows):
+            for block in ctx.split_range(ctx.all_classes, self.cols):
+                tile = logits[: chunk.stop - chunk.start, : block.stop - block.start]
+                ctx.write_logits(ctx.term_inputs(chunk), block, tile)
+                ctx.collect_top_k(tile, chunk, block)
+
+
+@dataclass(frozen=True)
+class Deferred(Schedule):
+    """Base of schedules with statistics in forward and gradients in backward, where every row's normalizer and upstream
+    gradient are known."""
+
+    statistics: Schedule
+
+    deferred = True
+
+    def forward(self, ctx: PassContext) -> None:
+        self.statistics.forward(ctx)

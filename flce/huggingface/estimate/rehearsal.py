@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flce.core import private
 from flce.ops import linear_cross_entropy
-from flce.planning.device_kinds import DescribedDevice
+from flce.planning.plan import DescribedDevice
 
 # Unsharded: gathered shards of other GPUs.
 Category = Literal["weights", "unsharded", "gradients", "optimizer", "activations", "loss", "temporary"]

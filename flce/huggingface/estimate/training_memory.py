@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from flce.core.device_record import UNKNOWN_DEVICE
+from flce.core.devices import UNKNOWN_DEVICE
 from flce.core.options import ChunkOptions
 from flce.huggingface.estimate.language_model import (
     Lora,
@@ -32,7 +32,7 @@ from flce.huggingface.estimate.language_model import (
 )
 from flce.huggingface.estimate.rehearsal import Category, CudaOperatorsMode, StepMeter
 from flce.huggingface.patch import patch_model, report, unpatch_model
-from flce.planning.device_kinds import DescribedDevice
+from flce.planning.plan import DescribedDevice
 from flce.planning.search import BudgetError
 
 # Memory that cuBLAS and cuBLASLt allocate at the first matrix product: 32 MiB each on Hopper. We measured it as the

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from flce.huggingface.estimate.training_memory import TrainingMemory, Variant
-    from flce.planning.device_kinds import DescribedDevice
+    from flce.planning.plan import DescribedDevice
 
 WeightDtype = Enum("WeightDtype", {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"})
 _KEYS = ("adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum", "none")
@@ -201,8 +201,8 @@ def _find_gpu(given: str | None, size: str | None, dtype: torch.dtype) -> tuple[
     import torch
 
     from flce.backends import choose_backend
-    from flce.core.device_record import find_kinds
-    from flce.planning.device_kinds import resolve_device
+    from flce.core.devices import find_kinds
+    from flce.planning.plan import resolve_device
 
     device, kind, notes = torch.device("cuda"), given, []
     memory = parse_option("--gpu-memory", parse_bytes, size) if size is not None else None

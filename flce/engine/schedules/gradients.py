@@ -1,17 +1,69 @@
-"""Schedules whose tiles have a block of classes. The logits are computed twice, in forward and in backward."""
+"""Schedules that multiply the gradient of the logits with W and x. If tiles have a block of classes, the logits are
+computed twice, in forward and in backward."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE
+from flce.core.slices import slice_rows
 from flce.engine.borrowing import BLOCK_MULTIPLE, BlockLayout, borrow, borrow_as, dx_sum_start
 from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
-from flce.engine.schedules.chunks import DeferredChunks
-from flce.engine.schedules.schedule import NO_SIZES, sizes_up_to
-from flce.engine.schedules.statistics import Deferred, statistics_schedule
-from flce.engine.sums import DxSum, add_to_dw, add_to_dx, block_sum_builder, finish_sums
+from flce.engine.schedules.schedule import NO_SIZES, Deferred, Schedule, sizes_up_to, statistics_schedule
+from flce.engine.sums import DxSum, add_to_dw, add_to_dx, block_sum_builder, build_dw_sums, finish_sums
+
+
+@dataclass(frozen=True)
+class Chunks(Schedule):
+    """Loop over chunks: logits, dX and dW. Three products. Losses and gradients are computed in one pass over all
+    logits of a chunk."""
+
+    rows: int
+
+    uses_fused_products = False
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        return sizes_up_to(c.num_tokens) if c.needs.any and not c.must_defer else NO_SIZES
+
+    def forward(self, ctx: PassContext) -> None:
+        logits, dlogits = ctx.new_overlapping_tiles(self.rows, ctx.vocab_size)
+        dw_sums = build_dw_sums(ctx, self.rows)
+        for chunk in ctx.chunks(self.rows):
+            tile_rows = slice(0, chunk.stop - chunk.start)
+            tile_logits, tile_dlogits = slice_rows(logits, tile_rows), slice_rows(dlogits, tile_rows)
+            ctx.write_logits(ctx.term_inputs(chunk), ctx.all_classes, tile_logits)
+            ctx.compute_statistics_and_gradient(tile_logits, tile_dlogits, chunk)
+            add_to_dx(ctx, tile_dlogits, chunk, ctx.all_classes)
+            add_to_dw(ctx, tile_dlogits, chunk, ctx.all_classes, dw_sums)
+        finish_sums(dw_sums)
+
+
+@dataclass(frozen=True)
+class DeferredChunks(Deferred):
+    """Loop over chunks whose logits are computed twice, for an upstream gradient of each token. Four products.
+    `Blocks.from_size` returns it, too, if a block has all classes."""
+
+    rows: int
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        return sizes_up_to(c.num_tokens) if c.needs.any and c.must_defer else NO_SIZES
+
+    @classmethod
+    def from_size(cls, c: Case, size: int) -> DeferredChunks:
+        return DeferredChunks(statistics_schedule(c, size, c.vocab_size), size)
+
+    def backward(self, ctx: PassContext) -> None:
+        tile = ctx.new_gradient_tile(self.rows, ctx.vocab_size)
+        dw_sums = build_dw_sums(ctx, self.rows)
+        for chunk in ctx.chunks(self.rows):
+            dlogits = ctx.compute_gradient(chunk, ctx.all_classes, tile)
+            add_to_dx(ctx, dlogits, chunk, ctx.all_classes)
+            add_to_dw(ctx, dlogits, chunk, ctx.all_classes, dw_sums)
+        finish_sums(dw_sums)
 
 
 @dataclass(frozen=True)
@@ -55,9 +107,6 @@ class BlocksAroundSum(Blocks):
     """`Blocks` with the float32 sum of dX in the memory of dW of the last classes. The logits of the last classes are
     computed three times: for statistics, for dX, which is then rounded to separate memory, and for dW."""
 
-    dx_sum_start: int
-    """The first of these last classes."""
-
     @classmethod
     def sizes(cls, c: Case) -> range:
         sum_dtype = c.dtypes(True).sums
@@ -74,20 +123,18 @@ class BlocksAroundSum(Blocks):
         start = dx_sum_start(c.num_tokens, c.vocab_size, sum_dtype, c.dtype)
         return range(1, c.vocab_size) if possible and 2 * start >= c.vocab_size else NO_SIZES
 
-    @classmethod
-    def from_size(cls, c: Case, size: int) -> BlocksAroundSum:
-        start = dx_sum_start(c.num_tokens, c.vocab_size, c.dtypes(True).sums, c.dtype)
-        return cls(statistics_schedule(c, c.chunk_rows, size), _block_layout(c, size), start)
-
     def backward(self, ctx: PassContext) -> None:
-        x, dW = ctx.terms[0].input, ctx.dw_memory()
-        dx_sum = borrow_as(dW[self.dx_sum_start :], x.shape, ctx.dtypes.sums)
-        ctx.set_dx_memory(0, dx_sum)
-        compute_blocks(ctx, self.layout, 0, self.dx_sum_start)
+        x, dtypes = ctx.terms[0].input, ctx.dtypes
+        start = dx_sum_start(len(x), ctx.vocab_size, dtypes.sums, x.dtype)
+        if 2 * start < ctx.vocab_size:  # a shard of fewer classes, with too little memory
+            super().backward(ctx)
+            return
+        ctx.start_dx_sums(borrow_as(ctx.dw_memory()[start:], x.shape, dtypes.sums))
+        compute_blocks(ctx, self.layout, 0, start)
         without_borrowing = BlockLayout(self.layout.rows, self.layout.cols)
-        compute_blocks(ctx, without_borrowing, self.dx_sum_start, ctx.vocab_size, with_dw=False)
-        ctx.set_dx_memory(0, ctx.unscale_and_round_to(dx_sum, ctx.problem.dtype))
-        compute_blocks(ctx, self.layout, self.dx_sum_start, ctx.vocab_size, with_dx=False)
+        compute_blocks(ctx, without_borrowing, start, ctx.vocab_size, with_dw=False)
+        ctx.finish_dx_sums()
+        compute_blocks(ctx, self.layout, start, ctx.vocab_size, with_dx=False)
 
 
 @dataclass(frozen=True)
@@ -117,7 +164,7 @@ class ChunksOfBlocks(Deferred):
         tile = ctx.new_gradient_tile(self.rows, self.cols)
         dx_sums = [DxSum(ctx, k, self.rows, self.cols) for k in ctx.dx_terms]
         for chunk in ctx.chunks(self.rows):
-            for block in ctx.blocks(self.cols):
+            for block in ctx.split_range(ctx.all_classes, self.cols):
                 dlogits = ctx.compute_gradient(chunk, block, tile)
                 for dx_sum in dx_sums:
                     dx_sum.add(dlogits, chunk, block)
@@ -181,7 +228,9 @@ def compute_blocks(
     """Compute dW and the gradient of the bias of the classes from `start` to `stop`, and add these classes to dX."""
     separate_tile = ctx.new_gradient_tile(layout.rows, layout.cols)
     sums_of_block = block_sum_builder(ctx, layout.rows, layout.cols)
-    for block in ctx.blocks(layout.cols, start, stop, leading_blocks=layout.borrowed_blocks(start, stop)):
+    borrowed = layout.borrowed_blocks(start, stop)
+    others = ctx.split_range(slice(borrowed[-1].stop if borrowed else start, stop), layout.cols)
+    for block in itertools.chain(ctx.borrowed_blocks(borrowed), others):
         cols, dw_sums = block.stop - block.start, sums_of_block(block) if with_dw else {}
         for chunk in ctx.chunks(layout.rows):
             tile = separate_tile

@@ -1,5 +1,5 @@
-"""The rows of a pass in this process, of all classes or of the shard of one process of a divided head. `passes.py` and
-`per_token.py` build them.
+"""The rows of a pass: the tokens that it processes, all or those that are not ignored, and their results in this
+process, of all classes or of the shard of one process of a divided head. `passes.py` and `per_token.py` build them.
 
 Each process of a divided head has a shard of the classes, and all processes have the same tokens. Kernels process a
 shard like a head of fewer classes: targets of other processes are out of range. The statistics of a shard are a few
@@ -31,6 +31,7 @@ from flce.backends.contract import (
     GradientCall,
     RowInputs,
     RowOutputs,
+    RowProblem,
     StatisticsCall,
     TileClasses,
 )
@@ -46,16 +47,139 @@ from flce.backends.formulas import (
     write_results,
 )
 from flce.core.gemm import padded_cols
+from flce.core.options import SkipIgnored
 from flce.core.problem import LinearCrossEntropyProblem, LossSpec
 from flce.core.shard import Shard, all_gather
 from flce.core.slices import slice_columns
-from flce.engine.arena import Arena
-from flce.engine.selection import Selection
-from flce.engine.top_k import TopK
-from flce.engine.vectors import LossScales
+from flce.engine import vectors
+from flce.engine.vectors import Arena, LossScales, TopK
 
 # A normalizer with which every probability is 0. It is finite, so that differences are not NaN.
 OFFSET_OF_EMPTY_SHARD = 1e30
+# With "auto", rows that are not ignored are gathered if at least this share is dropped. Below, gathering is slower.
+MIN_IGNORED_SHARE = 1 / 16
+
+
+def _has_nonfinite_ignored_rows(p: LinearCrossEntropyProblem) -> bool:
+    """Return True if the gradient of a weight is NaN unless ignored rows are dropped: the gradient of an ignored row's
+    logits is 0, and 0 times an infinity in the row's input is NaN. The host waits for the device."""
+    ignored = p.target == p.spec.ignore_index
+    inputs = [term.input for term, needed in zip(p.terms, p.needs.weights, strict=True) if needed]
+    largest = (torch.linalg.vector_norm(x.detach(), torch.inf, dim=1) for x in inputs)
+    return not all(bool(norm.isfinite().logical_or_(~ignored).all()) for norm in largest)
+
+
+class DeviceInt:
+    """Integer on the device, of which a copy to the host is started."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self._on_host, self._copy_event = value, None
+        if value.is_cuda:
+            self._on_host = torch.empty((), dtype=value.dtype, pin_memory=True)
+            self._on_host.copy_(value, non_blocking=True)
+            self._copy_event = torch.cuda.current_stream(value.device).record_event()
+
+    def wait(self) -> int:
+        """Wait for the copy and return it."""
+        if self._copy_event is not None:
+            self._copy_event.synchronize()
+        return int(self._on_host)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Selected rows: all N rows, or the rows that are not ignored.
+
+    Attributes:
+        index: (max_num_rows,) into the N rows; None: all rows.
+        num_rows_on_device: the number of selected rows, if the device counts them. `index` then has all N rows, the
+            selected rows first.
+    """
+
+    problem: RowProblem
+    index: Tensor | None
+    num_rows_on_device: DeviceInt | None = None
+
+    @staticmethod
+    def from_problem(p: LinearCrossEntropyProblem, skip_ignored: SkipIgnored, count_on_device: bool) -> Selection:
+        if not skip_ignored or p.num_tokens == 0 or (skip_ignored == "auto" and _has_nonfinite_ignored_rows(p)):
+            return Selection(p, None)
+        valid = p.target != p.spec.ignore_index
+        if count_on_device:
+            numbers = torch.arange(p.num_tokens, device=p.device)
+            num_valid_up_to = valid.cumsum(0)
+            count = num_valid_up_to[-1].clone()  # A clone, because kernels are compiled for aligned addresses.
+            position = torch.where(valid, num_valid_up_to - 1, count + numbers - num_valid_up_to)
+            return Selection(p, torch.empty_like(position).scatter_(0, position, numbers), DeviceInt(count))
+        # The host waits for the number of rows, and the device is idle. The first logits should be launched as early as
+        # possible afterwards, so the vectors of selected rows, loss scales, dX and dW are computed at their first use.
+        index = valid.nonzero()[:, 0]
+        min_dropped = MIN_IGNORED_SHARE * valid.numel() if skip_ignored == "auto" else 1
+        return Selection(p, index if valid.numel() - index.numel() >= min_dropped else None)
+
+    @functools.cached_property
+    def max_num_rows(self) -> int:
+        """Upper bound of `num_rows`, for allocation."""
+        return self.problem.num_tokens if self.index is None else self.index.numel()
+
+    @property
+    def num_rows_without_waiting(self) -> int:
+        """`num_rows` if the host has read it, else `max_num_rows`."""
+        is_known = self.num_rows_on_device is None or "num_rows" in vars(self)
+        return self.num_rows if is_known else self.max_num_rows
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """Number of selected rows. If the device counts them, the host waits for the number."""
+        return self.max_num_rows if self.num_rows_on_device is None else self.num_rows_on_device.wait()
+
+    @functools.cached_property
+    def target(self) -> Tensor:
+        """(rows,) targets of the selected rows."""
+        return self.take(self.problem.target)
+
+    @functools.cached_property
+    def token_weight(self) -> Tensor | None:
+        """(rows,) token weights of the selected rows."""
+        token_weight = self.problem.token_weight
+        return None if token_weight is None else self.take(token_weight)
+
+    @functools.cached_property
+    def inverse_temperature(self) -> Tensor | None:
+        """(rows,) 1 / temperature of the selected rows."""
+        inverse = self.problem.inverse_temperature
+        return None if inverse is None else self.take(inverse)
+
+    def take(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Return the selected rows of `x`, whose dimension `dim` has N rows."""
+        return x if self.index is None else x.index_select(dim, self.index)
+
+    def row_inputs(self, tokens: slice, scales: Tensor | None, weighted: bool = True) -> RowInputs:
+        """Return the inputs of some of the selected rows. `weighted`: with token weights, if there are any."""
+        p = self.problem
+        token_weight = self.token_weight if weighted and p.token_weight is not None else None
+        factor = self.inverse_temperature if p.inverse_temperature is not None else None
+        token_weight, factor = (None if x is None else slice_columns(x, tokens) for x in (token_weight, factor))
+        target = slice_columns(self.target, tokens)
+        return RowInputs(target, token_weight, p.class_weight, p.linear_bias, scales, factor)
+
+    def scatter_outputs(self, out: RowOutputs) -> RowOutputs:
+        """Return results of all N rows from results of the selected rows. Other rows get the results of ignored
+        rows."""
+        if self.index is None:
+            return out
+        return out.map(lambda values: self.scatter(values[..., : self.num_rows], -1))
+
+    def scatter(self, values: Tensor, dim: int = 0) -> Tensor:
+        """Return values of all N rows along `dim` from values of the selected rows. Other rows get 0, or -1 for
+        indices."""
+        if self.index is None:
+            return values
+        shape, index = list(values.shape), self.index[: self.num_rows]
+        shape[dim] = self.problem.num_tokens
+        fill_value = 0 if values.is_floating_point() else -1
+        return values.new_full(shape, fill_value).index_copy_(dim, index, values)
 
 
 @dataclass
@@ -69,10 +193,10 @@ class Rows:
         arena: allocator.
         normalizer: (slots, rows), of all classes.
         out: memory for the results of these rows. None in backward.
-        upstream: (rows,) gradient of each row's loss; None: `scales` include the gradient of the loss.
+        upstream: gradient of each row's loss, (rows,), or of the loss, (); None: `scales` include it.
     """
 
-    problem: LinearCrossEntropyProblem
+    problem: RowProblem
     selection: Selection
     scales: LossScales
     arena: Arena
@@ -102,9 +226,9 @@ class Rows:
     def inputs(self, tokens: slice, scaled: bool) -> RowInputs:
         """Return the inputs of `finish_row` for some rows. If the gradient of token weights is needed, losses are
         unweighted, and token weights reach the gradient as upstream gradients. `scaled`: with loss scales."""
-        inputs = self.selection.row_inputs(tokens, self.scales.for_gradient() if scaled else None)
+        inputs = self.selection.row_inputs(tokens, self.scales.for_gradient if scaled else None)
         if self.upstream is not None:
-            return inputs._replace(upstream=self.upstream[tokens])
+            return inputs._replace(upstream=self.upstream[tokens] if self.upstream.dim() else self.upstream)
         if self.problem.needs_token_weight and self.out is not None:
             return inputs._replace(token_weight=None, upstream=inputs.token_weight)
         return inputs
@@ -128,8 +252,10 @@ class Rows:
     def keep_state(self, tokens: slice, state: Tensor | None) -> None:
         """Keep the statistics of some rows of a shard until they are merged. state: (STATE_SLOTS, rows)."""
 
-    def merge_results(self, tokens: slice) -> None:
-        """Merge the statistics of some rows of all processes and end the rows. One collective."""
+    def merge_results(self, tokens: slice) -> Tensor | None:
+        """Merge the statistics of some rows of all processes and end the rows. One collective. Return the row gradient
+        if rows were merged and have loss scales."""
+        return None
 
     def merge_factors(self, tokens: slice, factors: Tensor) -> None:
         """Merge the results of some rows, and replace the factors of their exponentials.
@@ -231,8 +357,8 @@ class ShardRows(Rows):
             if memory is not None and values is not None:
                 memory.copy_(values)
 
-    def merge_results(self, tokens: slice) -> None:
-        self._merge_results(tokens)
+    def merge_results(self, tokens: slice) -> Tensor | None:
+        return self._merge_results(tokens)[2]
 
     def _merge_results(self, tokens: slice) -> tuple[RowStatistics, RowStatistics, Tensor | None]:
         """End some rows. Return the statistics of each process, of all classes, and the row gradient."""
@@ -240,11 +366,14 @@ class ShardRows(Rows):
         own, width = self._own_statistics(tokens), p.local_vocab_size
         if shard.is_empty:
             own, width = own._replace(offset=torch.full_like(own.offset, -torch.inf)), 0
-        shards, _ = gather_shard_results(own, width, shard)
+        shards = gather_shard_results(own, width, shard)
         if shards.argmax is not None:  # An index below 2^24 is exact in float32.
             starts = torch.arange(len(shards.argmax), device=shards.argmax.device) * shard.max_local_vocab_size
             shards = shards._replace(argmax=shards.argmax + starts[:, None])
-        merged = merge_shard_results(shards, inputs.target, p.class_weight, shard)
+        widths = shard.local_vocab_sizes(shards.offset)
+        sums = widths if p.class_weight is None or shards.smooth is None else shard.sums_by_process(p.class_weight)
+        owner = inputs.target.clamp(0, p.vocab_size - 1) // shard.max_local_vocab_size
+        merged = merge_shards(shards, widths[:, None], sums[:, None].to(widths.dtype), owner)
         assert self.out is not None
         tile = TileClasses(0, p.vocab_size, p.vocab_size, p.vocab_size)
         call = StatisticsCall(inputs, p.spec, tile, self.out.select_rows(tokens))
@@ -331,23 +460,20 @@ def gather_class_weights(p: LinearCrossEntropyProblem, shard: Shard) -> LinearCr
     return replace(p, class_weight=shard.gather_full(weight))
 
 
-def gather_shard_results(own: RowStatistics, width: int, shard: Shard) -> tuple[RowStatistics, Tensor]:
-    """Return the results of rows over the classes of each process, (processes, rows) each, and the number of classes of
-    each process. One collective. The results are NaN if processes have other numbers of classes than `shard` expects.
-    The host does not wait to check this. `own`, `width`: results and number of classes of this process."""
+def gather_shard_results(own: RowStatistics, width: int, shard: Shard) -> RowStatistics:
+    """Return the results of rows over the classes of each process, (processes, rows) each. One collective.
+
+    Processes also exchange their numbers of classes. If a number differs from the number that `shard` implies, the
+    results are NaN in all processes or, on a CPU and with ``FLCE_DEBUG=1``, a ValueError is raised. `own`, `width`:
+    results and number of classes of this process."""
     named = {name: value.to(own.offset.dtype) for name, value in own._asdict().items() if value is not None}
     gathered = all_gather(torch.cat([*named.values(), own.offset.new_full((1,), width)]), shard.process_group)
     values = dict(zip(named, gathered[:, :-1].view(len(gathered), len(named), -1).unbind(1), strict=True))
-    differ = (gathered[:, -1] != shard.local_vocab_sizes(gathered)).any()
-    values["offset"] = torch.where(differ, torch.nan, values["offset"])
-    return RowStatistics(*(values.get(name) for name in RowStatistics._fields)), gathered[:, -1]  # type: ignore[arg-type]
-
-
-def merge_shard_results(
-    shards: RowStatistics, target: Tensor, class_weight: Tensor | None, shard: Shard
-) -> RowStatistics:
-    """Return the results of all classes from the results of processes. `class_weight`: of all classes."""
-    widths = shard.local_vocab_sizes(shards.offset)
-    sums = widths if class_weight is None or shards.smooth is None else shard.sums_by_process(class_weight)
-    owner = target.clamp(0, shard.vocab_size - 1) // shard.max_local_vocab_size
-    return merge_shards(shards, widths[:, None], sums[:, None].to(widths.dtype), owner)
+    widths, expected = gathered[:, -1], shard.local_vocab_sizes(gathered)
+    if vectors.can_read_values(widths.device) and not torch.equal(widths, expected):
+        raise ValueError(
+            f"the processes of the group have logits of {widths.int().tolist()} classes, expected "
+            f"{expected.int().tolist()}: give vocab_size where torch.chunk divides them unevenly"
+        )
+    values["offset"] = torch.where((widths != expected).any(), torch.nan, values["offset"])
+    return RowStatistics(*(values.get(name) for name in RowStatistics._fields))  # type: ignore[arg-type]
