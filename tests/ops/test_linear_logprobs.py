@@ -230,7 +230,7 @@ def test_a_call_in_a_graph_has_the_plan_of_any_other(
     )
     for gradients in (False, True):
         problems = (replace(problem, is_traced=is_traced) for is_traced in (False, True))
-        outside, inside = (ops.plan_for_problem(p if gradients else ops._without_gradients(p)) for p in problems)
+        outside, inside = (plan_for_problem(p if gradients else ops._without_gradients(p)) for p in problems)
         assert outside == inside
 
 

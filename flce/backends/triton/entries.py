@@ -1,7 +1,7 @@
 """Kernels for single entries of logits and of their gradients, and their launches.
 
 `TritonBackend` launches them for candidates, which are K classes of each row, selected by ids, and for gradients from
-sampled entries. See `flce/engine/schedules/sampled.py`. `backends/sampling.py` has the operations on sampled entries in PyTorch.
+sampled entries. See `flce/engine/schedules/sampled.py`. `backends/sampling.py` has the same in PyTorch.
 The fused product marks entries, too (`product.py`).
 """
 
