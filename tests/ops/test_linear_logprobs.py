@@ -16,6 +16,7 @@ from flce.backends.eager import CPU_SLAB_BYTES, TorchBackend
 from flce.core.problem import OUTPUTS, LinearCrossEntropyProblem, LinearTerm, LogprobSpec, Needs
 from flce.engine import case
 from flce.ops import linear_logprobs as ops
+from flce.ops.linear_operators import plan_for_problem
 from tests.hopper import logits_dtypes_on_a_gpu
 from tests.planning.test_plan import matmul_flops, peak_on_cpu
 
