@@ -271,12 +271,12 @@ def _with_stock_logits(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @skip_frame_and_callees
-def _find_new_heads(model: Any, patch: Patch, others: Iterable[nn.Module] = ()) -> None:
-    """Patch heads that were added since the last search, also among ``others``."""
+def _find_new_heads(model: Any, patch: Patch) -> None:
+    """Patch heads that were added since the last call."""
     embedding = model.get_output_embeddings()
     if patch.head_modules is None or not patch.head_modules.still_match(embedding, patch):
         # Resizing the vocabulary replaces the head, and adapters add linear layers to it.
-        heads = find_heads(model, others)
+        heads = find_heads(model)
         _apply_patch(heads, _head_methods, patch)
         patch.head_modules, patch.has_vocabulary_products = HeadModules(embedding, heads), None
     for head in patch.head_modules.heads():  # tensor parallelism may be applied after `patch_model`
@@ -376,8 +376,10 @@ def patch_model(
             _apply_patch([language_model], _model_methods, patch)
             backbone(language_model).register_forward_pre_hook(patch.count_forward)
         others = modules_except(model, [*language_models, *map(model.get_submodule, unpatchable)])
-        patch.head_modules = None
-        _find_new_heads(language_model, patch, others)
+        heads = find_heads(language_model, others)
+        _apply_patch(heads, _head_methods, patch)
+        for head in heads:
+            _patch_instance_forward(head)
     if not any(model is other for other in language_models) and not type(model).__module__.startswith("torch."):
         _apply_patch([model], _wrapper_methods, patch)
     return model
