@@ -115,6 +115,12 @@ class HeadCall:
             yield hook
             yield from call.all_hooks()
 
+    def on_backward_begin(self) -> None:
+        """Note that a gradient has arrived."""
+        self.has_backward_begun = True
+        if self._wrapper_copy is not None:
+            self._wrapper_copy[1].on_backward_begin()
+
     @property
     def is_outside_checkpoint(self) -> bool:
         """True if the running code is within a checkpoint and the call was outside of it."""
@@ -207,7 +213,7 @@ def register_wrapper_hooks(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:
 def run_wrapper_hooks(grad: Tensor, calls: Sequence[HeadCall]) -> Tensor:
     """Return the gradient after the wrappers' hooks. Of several hooks with the same `hook_identity`, one runs."""
     for call in calls:
-        call.has_backward_begun = True
+        call.on_backward_begin()
     for hook in {hook_identity(hook): hook for call in calls for hook in call.all_hooks()}.values():
         result = hook(grad)
         grad = grad if result is None else result
