@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ class PassContext:
 
     def __post_init__(self) -> None:
         self.new = self.arena.new
-        self.problem = cast(LinearCrossEntropyProblem, self.rows.problem)
+        self.problem: LinearCrossEntropyProblem = self.rows.problem  # type: ignore[assignment]
         self.selection: Selection = self.rows.selection
         """The selected tokens."""
         self.normalizer: Tensor = self.rows.gradient_normalizer

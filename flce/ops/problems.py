@@ -114,15 +114,14 @@ def _as_vectors(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the shifted target, the class weights, the token weights and `num_items` as backends require them. Vectors
     are short, so a copy is cheap. `like`: a tensor of the call's dtype and device."""
-    accum = accumulation_dtype(like.dtype)
     divisor = None if num_items is None else num_items_tensor(num_items, spec, like)
     target = target.to(torch.int64)
     if shift:
         target = shift_target(target, shift, spec.ignore_index)
     if weight is not None:
-        weight = weight.detach().to(accum).contiguous()
+        weight = weight.detach().to(accumulation_dtype(like.dtype)).contiguous()
     if token_weight is not None:
-        token_weight = token_weight.reshape(-1).to(accum).contiguous()
+        token_weight = token_weight.reshape(-1).to(accumulation_dtype(like.dtype)).contiguous()
     return target.reshape(-1).contiguous(), weight, token_weight, divisor
 
 
