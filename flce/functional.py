@@ -13,21 +13,10 @@ from torch import Tensor
 from flce.backends.contract import RowOutputs, log_sum_exp
 from flce.core.numbers import check_bool, check_dtype, check_int
 from flce.core.options import DEFAULT_OPTIONS, ChunkOptions
-from flce.core.problem import (
-    LinearCrossEntropyOutput,
-    LinearLogprobsOutput,
-    LogprobSpec,
-    LossSpec,
-    Needs,
-    loss_spec,
-)
+from flce.core.problem import LinearCrossEntropyOutput, LinearLogprobsOutput, LogprobSpec, LossSpec, Needs, loss_spec
 from flce.core.shard import shard_bounds
 from flce.engine.case import Case
-from flce.ops.arguments import (
-    check_options,
-    dispatches_torch_function,
-    names_replacements,
-)
+from flce.ops.arguments import check_options, dispatches_torch_function, names_replacements
 from flce.ops.cross_entropy import check_overwritable, fused_cross_entropy
 from flce.ops.dtensors import supports_divided_heads
 from flce.ops.linear_cross_entropy import linear_cross_entropy

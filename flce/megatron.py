@@ -34,15 +34,6 @@ from flce.huggingface.staleness import optimizer_steps
 from flce.huggingface.usage import Usage
 from flce.ops.arguments import check_options
 
-__all__ = [
-    "FlceGPTModel",
-    "install",
-    "output_processor",
-    "uninstall",
-    "vocab_parallel_entropy",
-    "vocab_parallel_logprobs",
-]
-
 
 @dataclass(frozen=True)
 class _ShardDivision(HeadDivision):

@@ -10,13 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flce.backends.contract import (
-    TARGET,
-    WORD_CLASSES,
-    GradientCall,
-    SampledEntries,
-    Samples,
-)
+from flce.backends.contract import TARGET, WORD_CLASSES, GradientCall, SampledEntries, Samples
 from flce.backends.formulas import softmax_factor_with_entropy, softmax_minus_target
 from flce.core.problem import accumulation_dtype
 

@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flce.backends.contract import (
-    FUSED_PRODUCT_BLOCK,
-    num_partial_statistics,
-    unsupported_by_fused_products,
-)
+from flce.backends.contract import FUSED_PRODUCT_BLOCK, num_partial_statistics, unsupported_by_fused_products
 from flce.core.devices import DeviceRecord
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.options import ChunkOptions, SkipIgnored

@@ -30,14 +30,7 @@ from flce.backends.contract import (
     TargetTerms,
 )
 from flce.core.slices import offset_slice, slice_columns, slice_rows
-from flce.engine.borrowing import (
-    BLOCK_MULTIPLE,
-    BlockLayout,
-    TilePlacement,
-    borrow,
-    place_tiles,
-    second_half_start,
-)
+from flce.engine.borrowing import BLOCK_MULTIPLE, BlockLayout, TilePlacement, borrow, place_tiles, second_half_start
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, Case
 from flce.engine.pass_context import GradientTile, PassContext
 from flce.engine.schedules.gradients import block_rows, compute_blocks
