@@ -26,11 +26,10 @@ from flce.core.options import DEFAULT_OPTIONS, ChunkOptions
 from flce.core.problem import LinearLogprobsOutput
 from flce.functional import cross_entropy
 from flce.huggingface.divided_head import HeadDivision
-from flce.huggingface.head_call import HeadCall, reason_not_lazy
+from flce.huggingface.head_call import HeadCall, optimizer_steps, reason_not_lazy
 from flce.huggingface.lazy import is_lazy, make_lazy, register_results, state_of
 from flce.huggingface.lazy.normal_form import NoLazyFormError, NormalForm, require_lazy
 from flce.huggingface.lazy.state import LazyState, Settings, head_state
-from flce.huggingface.staleness import optimizer_steps
 from flce.huggingface.usage import Usage
 from flce.ops.arguments import check_options
 

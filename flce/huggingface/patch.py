@@ -35,7 +35,7 @@ from flce.huggingface.find_heads import (
     modules_except,
     vocabulary_sizes,
 )
-from flce.huggingface.head_call import HeadCall, is_exporting_or_tracing, reason_not_lazy
+from flce.huggingface.head_call import HeadCall, is_exporting_or_tracing, optimizer_steps, reason_not_lazy
 from flce.huggingface.lazy import is_lazy, make_lazy
 from flce.huggingface.lazy.state import OnMaterialize, Settings, head_state
 from flce.huggingface.model_call import (
@@ -46,7 +46,6 @@ from flce.huggingface.model_call import (
     thread_state,
     wrap_call_method,
 )
-from flce.huggingface.staleness import optimizer_steps
 from flce.huggingface.usage import COMPILED_DTENSOR, EVALUATION, Report, Usage, format_unpatched
 from flce.huggingface.wrappers import is_partitioned, reason_wrapper_not_lazy
 from flce.ops.arguments import names_replacements

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from flce.huggingface.head_call import HeadCall
-from flce.huggingface.staleness import StaleLogitsError
+from flce.huggingface.head_call import HeadCall, StaleLogitsError
 from flce.huggingface.usage import Usage
 from tests.helpers import count_flops, skip_where_old_transformers_fails
 from tests.huggingface.scripts import Build

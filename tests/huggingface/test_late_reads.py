@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from flce.huggingface import LazyLogits, MaterializedLogitsWarning, patch_model, staleness
+from flce.huggingface import LazyLogits, MaterializedLogitsWarning, head_call, patch_model
 from tests.helpers import parametrize_pairs
 from tests.huggingface.scripts import IDS, Compare, loss_of
 
@@ -68,7 +68,7 @@ def test_after_a_step_that_changes_no_sampled_value(build: Callable[..., Any]) -
     model = patch_model(build("Llama"))
     logits, weight = trained(model), model.lm_head.weight
     assert weight.grad is not None
-    assert len(weight) > staleness._SAMPLE
+    assert len(weight) > head_call._SAMPLE
     weight.grad.zero_()[1] = 1.0
     optimizer = torch.optim.AdamW(
         model.parameters(), weight_decay=0.0, fused=True

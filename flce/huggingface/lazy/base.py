@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from flce.core.log import find_caller
-from flce.huggingface.head_call import HeadCall, register_wrapper_hooks
+from flce.huggingface.head_call import HeadCall, StaleLogitsError, register_wrapper_hooks, version_of
 from flce.huggingface.lazy.state import LazyState
-from flce.huggingface.staleness import StaleLogitsError, version_of
 from flce.huggingface.usage import report_materialized
 from flce.huggingface.wrappers import current_checkpoint, suspend_checkpoint
 

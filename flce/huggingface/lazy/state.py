@@ -19,7 +19,7 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import LossSpec, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.divided_head import HeadDivision
-from flce.huggingface.head_call import HeadCall, gather_weights
+from flce.huggingface.head_call import HeadCall, TensorSnapshot, gather_weights, version_of
 from flce.huggingface.lazy.normal_form import (
     IDENTITY,
     NORMAL_FORM_UPDATES,
@@ -30,7 +30,6 @@ from flce.huggingface.lazy.normal_form import (
     require_lazy,
     to_normal_form,
 )
-from flce.huggingface.staleness import TensorSnapshot, version_of
 from flce.huggingface.wrappers import is_partitioned, make_stand_in, resolve_stand_in, stand_in_parameters
 from flce.ops.arguments import autocast_dtype, autocast_operand_dtype, autocast_result_dtype, check_options
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from flce.core.problem import MAX_ENTRIES, Reduction, accumulation_dtype
+from flce.huggingface.head_call import version_of
 from flce.huggingface.lazy import divergences
 from flce.huggingface.lazy.elementwise import to_autocast_dtype, to_dtype
 from flce.huggingface.lazy.normal_form import Op, require_lazy, to_normal_form
 from flce.huggingface.lazy.state import LazyState, is_class_dim
-from flce.huggingface.staleness import version_of
 from flce.ops.arguments import autocast_result_dtype
 
 
