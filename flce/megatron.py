@@ -33,6 +33,15 @@ from flce.huggingface.lazy.state import LazyState, Settings, head_state
 from flce.huggingface.usage import Usage
 from flce.ops.arguments import check_options
 
+__all__ = [
+    "FlceGPTModel",
+    "install",
+    "output_processor",
+    "uninstall",
+    "vocab_parallel_entropy",
+    "vocab_parallel_logprobs",
+]
+
 
 @dataclass(frozen=True)
 class _ShardDivision(HeadDivision):
