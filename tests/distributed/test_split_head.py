@@ -325,7 +325,10 @@ def test_different_calls() -> None:
         (flce.linear_logprobs, {"input": own.input, "target": p.target, **head, "candidates": ids, "top_k": 1}),
         (flce.linear_divergence, {**student, "student": own.input, **teacher, "target": p.target, "kind": "jsd"}),
         (flce.linear_divergence, top_k),
-        (flce.cross_entropy, {"logits": own.weight[:, :1].T.expand(3, 8, -1), "target": p.target, **own.kwargs}),
+        (
+            flce.cross_entropy,
+            {"logits": own.weight[:, :1].T.expand(*p.target.shape, -1), "target": p.target, **own.kwargs},
+        ),
     ]
     numbers = {**OTHER_VALUES, "ignore_index": 3, "shift": 1, "num_items": 8, "top_k": 2, "beta": 0.1}
     numbers |= {
