@@ -264,9 +264,8 @@ class TrainingMemory:
             with meter:
                 with CudaOperatorsMode(training.autocast):
                     loss = model(**inputs).loss
-                if (
-                    meter.category == "activations"
-                ):  # `_on_loss_begin` did not run, because no layer computes the logits
+                # If no layer computes the logits, `_on_loss_begin` did not run.
+                if meter.category == "activations":
                     meter.category = "temporary"
                 torch.autograd.backward([loss])
             if self._shards is None:
