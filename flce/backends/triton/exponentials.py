@@ -47,12 +47,9 @@ from flce.backends.triton.launch import FLAG_STRIDE, Launch, build_launch, threa
 from flce.backends.triton.math import (
     LN_2,
     LOG2_E,
-    finish_row,
+    finish_fused_rows,
     load_scale,
-    load_scales,
-    load_weights,
     log1p,
-    store_normalizer,
     transform,
 )
 from flce.backends.triton.replay import run
@@ -230,24 +227,13 @@ def finish_kernel(
         nll = tl.where(near, exact, log_sum + (offset - target_z))
         # NaN for targets out of range, and for rows whose exponentials are all out of range.
         nll = tl.where(in_range & (normalizer > _LEAST), nll, float("nan"))
-        if IS_SHARD:  # The rows are ended when the shards are merged.
-            store_normalizer(row, exists, valid, nll, offset, log_sum, normalizer_ptr, normalizer_stride)
-            softmax_factor = tl.full((ROWS,), 1.0, tl.float32)
-            at_target = tl.full((ROWS,), 1.0, tl.float32)
-        else:
-            row_weight, gradient_weight, target_weight = load_weights(
-                row, exists, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride,
-                tl.float32,
-            )  # fmt: skip
-            ce_scale, z_loss_scale, _weight_sum = load_scales(scales_ptr, tl.float32)
-            softmax_factor, _target_factor, _classes_factor, at_target = finish_row(
-                offset=offset, log_sum=log_sum, nll=nll, smooth=None, valid=valid, row_weight=row_weight,
-                target_weight=target_weight, ce_scale=gradient_weight * ce_scale,
-                z_loss_scale=gradient_weight * z_loss_scale, weight_sum=None, vocab_size=None, label_smoothing=None,
-                z_loss=z_loss, row=row, exists=exists, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
-                normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
-                HAS_LABEL_SMOOTHING=False, HAS_Z_LOSS=HAS_Z_LOSS,
-            )  # fmt: skip
+        softmax_factor, at_target = finish_fused_rows(
+            row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, offset=offset,
+            log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr,
+            upstream_ptr=upstream_ptr, scales_ptr=scales_ptr, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
+            normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, upstream_stride=upstream_stride,
+            normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, IS_SHARD=IS_SHARD,
+        )  # fmt: skip
         factor = tl.where(normalizer > _LEAST, softmax_factor / normalizer, float("nan"))
         if HAS_SCALE:
             factor *= scale

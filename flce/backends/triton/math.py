@@ -302,6 +302,37 @@ def load_weights(
 
 
 @triton.jit
+def finish_fused_rows(
+    row, exists, target, valid, in_range, nll, offset, log_sum, class_weight_ptr, token_weight_ptr, upstream_ptr,
+    scales_ptr, loss_ptr, z_loss_ptr, normalizer_ptr, logprob_ptr, upstream_stride, normalizer_stride, z_loss,
+    HAS_Z_LOSS: tl.constexpr, IS_SHARD: tl.constexpr,
+):  # fmt: skip
+    """Run `finish_row` after a fused product: in float32, without label smoothing. With a `scales_ptr` return the
+    factor of softmax, and the gradient in z of the target. Call by keyword.
+
+    The rows of a shard are ended when the shards are merged: store their normalizer, and return 1."""
+    if IS_SHARD:
+        store_normalizer(row, exists, valid, nll, offset, log_sum, normalizer_ptr, normalizer_stride)
+        return tl.full(row.shape, 1.0, tl.float32), tl.full(row.shape, 1.0, tl.float32)
+    else:
+        row_weight, gradient_weight, target_weight = load_weights(
+            row, exists, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride, tl.float32
+        )
+        ce_scale, z_loss_scale = 0.0, 0.0
+        if scales_ptr is not None:
+            ce_scale, z_loss_scale, _weight_sum = load_scales(scales_ptr, tl.float32)
+        softmax_factor, _target_factor, _classes_factor, at_target = finish_row(
+            offset=offset, log_sum=log_sum, nll=nll, smooth=None, valid=valid, row_weight=row_weight,
+            target_weight=target_weight, ce_scale=gradient_weight * ce_scale,
+            z_loss_scale=gradient_weight * z_loss_scale, weight_sum=None, vocab_size=None, label_smoothing=None,
+            z_loss=z_loss, row=row, exists=exists, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
+            normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
+            HAS_LABEL_SMOOTHING=False, HAS_Z_LOSS=HAS_Z_LOSS,
+        )  # fmt: skip
+        return softmax_factor, at_target
+
+
+@triton.jit
 def load_row_gradient(
     row_gradient_ptr,
     stride,

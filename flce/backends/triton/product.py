@@ -49,15 +49,13 @@ from flce.backends.triton.math import (
     LOG2_E,
     balanced_group,
     block_in_groups,
-    finish_row,
+    finish_fused_rows,
     load_normalizer,
     load_row_gradient,
     load_scale,
-    load_weights,
     logit_gradient,
     softmax_merge,
     softmax_term,
-    store_normalizer,
     transform,
 )
 from flce.backends.triton.replay import run
@@ -309,19 +307,13 @@ def finish_statistics_kernel(
     log_sum = tl.log(tl.where(valid, row_sum, 1.0))
     # (m - z_y) first, then log_sum: exact if all logits share a large offset. NaN for targets out of range.
     nll = tl.where(in_range, log_sum + (row_max - target_logit), float("nan"))
-    if IS_SHARD:  # The rows are ended when the shards are merged.
-        store_normalizer(row, exists, valid, nll, row_max, log_sum, normalizer_ptr, normalizer_stride)
-    else:
-        row_weight, _gradient_weight, target_weight = load_weights(
-            row, exists, target, in_range, class_weight_ptr, token_weight_ptr, None, 0, tl.float32
-        )
-        finish_row(
-            offset=row_max, log_sum=log_sum, nll=nll, smooth=None, valid=valid, row_weight=row_weight,
-            target_weight=target_weight, ce_scale=0.0, z_loss_scale=0.0, weight_sum=None, vocab_size=None,
-            label_smoothing=None, z_loss=z_loss, row=row, exists=exists, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
-            normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
-            HAS_LABEL_SMOOTHING=False, HAS_Z_LOSS=HAS_Z_LOSS,
-        )  # fmt: skip
+    finish_fused_rows(
+        row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, offset=row_max, log_sum=log_sum,
+        class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr, upstream_ptr=None, scales_ptr=None,
+        loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr,
+        upstream_stride=0, normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS,
+        IS_SHARD=IS_SHARD,
+    )  # fmt: skip
     if entropy_ptr is not None or argmax_ptr is not None or mean_logit_ptr is not None:
         zero = tl.where(row_max == float("-inf"), 0.0, row_max)[None, :]
         entropy_sum = tl.zeros((BLOCKS, ROWS), tl.float32)
