@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -166,6 +167,48 @@ def test_labels_that_megatron_rolls_in_another_way() -> None:
     with megatron(2), mock.patch("flce.megatron.roll_tensor", lambda labels, **how: (labels, None)):
         _, _, logged, _ = run(build(FlceGPTModel, mtp_num_layers=1), draw_ids(1), draw_ids(2), torch.ones(1, LENGTH))
     assert logged[0].isnan().all()
+
+
+def count_correct_labels(logits: Tensor, labels: Tensor, loss_mask: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """Simulation of the function of Megatron-Core since 0.19."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
+
+    mask = loss_mask.bool()
+    return ((gather(logits).argmax(-1).t() == labels) & mask).sum().float(), mask.sum().float()
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@in_processes(2)
+def test_counts_of_correct_labels(detached: bool) -> None:
+    """Megatron-Core since 0.19 counts correct labels of MTP layers, for which logits are computed."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import multi_token_prediction
+
+    from flce.megatron import FlceGPTModel
+
+    name, ids = "_compute_mtp_acceptance_counts", draw_ids(*range(24))
+    mask = torch.ones(ids.shape)
+    mask[0, :3] = 0.0
+
+    class Counts:
+        def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Any:
+            loss = super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
+            counts.append(getattr(multi_token_prediction, name)(logits, labels, mask, None, None))
+            return loss
+
+    found = []
+    with megatron(2), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaterializedLogitsWarning)
+        patch.setattr(multi_token_prediction, name, count_correct_labels, raising=False)
+        for base in (GPTModel, FlceGPTModel):
+            counts: list[Any] = []
+            model = build(type("Model", (Counts, base), {}), mtp_num_layers=2)
+            model.config.mtp_detach_heads = detached
+            multi_token_prediction.MTPLossLoggingHelper.tracker = {}
+            call(model, ids, labels=ids, loss_mask=mask.clone())
+            found.append(counts)
+    assert found[1] == found[0]
+    assert sum(correct for correct, _ in found[0]) > 3
 
 
 def train(model_class: Any, steps: int, overlap: bool = False, rate: float = 1e-2, **settings: Any) -> Tensor:
