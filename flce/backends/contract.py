@@ -171,7 +171,7 @@ class RowOutputs(NamedTuple):
         """Return for each field True if a call requests it."""
         argmax = "argmax" in spec.stats or "correct" in spec.stats
         needed = {"loss": True, "z_loss": spec.z_loss != 0.0, "normalizer": True, "argmax": argmax}
-        return tuple(needed.get(name, name in spec.stats) for name in RowOutputs._fields)
+        return tuple([needed.get(name, name in spec.stats) for name in RowOutputs._fields])
 
     @staticmethod
     def allocate(

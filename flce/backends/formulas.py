@@ -66,7 +66,7 @@ class Targets(NamedTuple):
         target, tile, ignore_index = call.inputs.target, call.tile, call.spec.ignore_index
         local = target if tile.start == 0 else target - tile.start
         if target.device.type == "cpu" and len(target):  # On other devices the host would have to wait.
-            lowest, highest = (bound.item() for bound in local.aminmax())
+            lowest, highest = [bound.item() for bound in local.aminmax()]
             if 0 <= lowest <= highest < tile.cols and not lowest <= ignore_index - tile.start <= highest:
                 return Targets(local[:, None], None, None, None)
         column = local.clamp(0, tile.cols - 1)

@@ -160,7 +160,7 @@ class Selection:
         p = self.problem
         token_weight = self.token_weight if weighted and p.token_weight is not None else None
         factor = self.inverse_temperature if p.inverse_temperature is not None else None
-        token_weight, factor = (None if x is None else slice_columns(x, tokens) for x in (token_weight, factor))
+        token_weight, factor = [None if x is None else slice_columns(x, tokens) for x in (token_weight, factor)]
         target = slice_columns(self.target, tokens)
         return RowInputs(target, token_weight, p.class_weight, p.linear_bias, scales, factor)
 

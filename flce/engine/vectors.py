@@ -248,7 +248,7 @@ def check_targets(p: RowProblem) -> bool:
         raise ValueError(f"num_items must be >= 0, got {p.num_items.item()}")
     vocab_size, target = p.vocab_size, p.target
     if target.numel():
-        lowest, highest = (bound.item() for bound in target.aminmax())
+        lowest, highest = [bound.item() for bound in target.aminmax()]
         if 0 <= lowest <= highest < vocab_size:
             return not lowest <= p.spec.ignore_index <= highest
     wrong = ((target < 0) | (target >= vocab_size)) & (target != p.spec.ignore_index)
