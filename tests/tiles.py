@@ -52,6 +52,14 @@ class Rows:
         wide = [t.double() if t is not None and t.is_floating_point() else t for t in self.inputs]
         return replace(self, logits=self.logits.double(), inputs=RowInputs(*wide))  # type: ignore[arg-type]
 
+    def shard(self, start: int, stop: int) -> Rows:
+        """Return the rows of a process that has these classes. Targets are shifted, ignored ones too."""
+        given = self.inputs.class_weight, self.inputs.bias
+        weight, bias = (None if t is None else t[start:stop] for t in given)
+        inputs = self.inputs._replace(target=self.inputs.target - start, class_weight=weight, bias=bias)
+        spec = replace(self.spec, ignore_index=self.spec.ignore_index - start)
+        return Rows(self.logits[:, start:stop], inputs, spec)
+
     def tile(self, start: int, stop: int) -> tuple[Tensor, TileClasses]:
         """Return a copy of some columns and their tile. The buffer has accessible columns of NaN behind the copy."""
         room = -(-(stop - start) // 16) * 16

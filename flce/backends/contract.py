@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from flce.core.gemm import slice_columns
 from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyProblem, LinearTerm, LogprobSpec, LossSpec
-from flce.core.slices import slice_columns
 
 # Slots (numbers of a row) of the running state, which statistics update tile by tile.
 STATE_SLOTS = 8
@@ -206,14 +206,13 @@ class RowOutputs(NamedTuple):
 
 
 class TileClasses(NamedTuple):
-    """The classes of a tile: [start, start + cols) of `vocab_size`.
+    """The classes of a tile: [start, start + cols) of the `vocab_size` classes of this process.
 
     Attributes:
         accessible_cols: columns of the buffer from the start of each row, at least `cols`. Columns behind `cols` may be
             read and written and have no meaning: a kernel is twice as fast if it accesses only full vectors.
         is_shard: True if the vocabulary is divided over processes. The result of statistics is then a state, which
             `formulas.results_from_state` reads, or the normalizer and other statistics of this process alone.
-        first: the first class of this process.
         keep_logits: True if the logits must not be overwritten, except by their gradient.
     """
 
@@ -222,13 +221,12 @@ class TileClasses(NamedTuple):
     vocab_size: int
     accessible_cols: int
     is_shard: bool = False
-    first: int = 0
     keep_logits: bool = False
 
     @property
     def is_first(self) -> bool:
         """True if statistics begin with this tile."""
-        return self.start == self.first
+        return self.start == 0
 
     @property
     def columns(self) -> slice:

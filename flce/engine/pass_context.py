@@ -24,10 +24,9 @@ from flce.backends.contract import (
 from flce.backends.formulas import finish_divergence
 from flce.backends.sampling import row_seeds
 from flce.core import gemm
-from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
+from flce.core.gemm import COLUMN_MULTIPLE, offset_slice, padded_cols, slice_columns, slice_rows
 from flce.core.log import find_caller, sampled_passes
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
-from flce.core.slices import offset_slice, slice_columns, slice_rows
 from flce.engine.case import BLOCK_ROWS, Dtypes
 from flce.engine.rows import DeviceInt, Rows, Selection
 from flce.engine.vectors import Arena, TopK

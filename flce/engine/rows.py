@@ -46,11 +46,10 @@ from flce.backends.formulas import (
     results_from_state,
     write_results,
 )
-from flce.core.gemm import padded_cols
+from flce.core.gemm import padded_cols, slice_columns
 from flce.core.options import SkipIgnored
 from flce.core.problem import LinearCrossEntropyProblem, LossSpec
 from flce.core.shard import Shard, all_gather
-from flce.core.slices import slice_columns
 from flce.engine import vectors
 from flce.engine.vectors import Arena, LossScales, TopK
 

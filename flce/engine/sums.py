@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from flce.core.gemm import DIVIDED_SLAB_BYTES
-from flce.core.slices import slice_rows
+from flce.core.gemm import DIVIDED_SLAB_BYTES, slice_rows
 from flce.engine.borrowing import borrow_as, second_half_start
 from flce.engine.case import BLOCK_BYTES
 from flce.engine.pass_context import PassContext

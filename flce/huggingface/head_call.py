@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from flce.core import private
 from flce.huggingface.usage import Usage
 from flce.huggingface.wrappers import (
     Hook,
@@ -39,7 +38,7 @@ from flce.huggingface.wrappers import (
     stand_in_parameters,
 )
 from flce.ops.arguments import autocast_dtype
-from flce.torch_ops import is_exported, is_in_forward_ad, is_transformed
+from flce.torch_ops import is_in_forward_ad, is_transformed
 
 # A sample has at most 64 entries along each dimension, and at most 64 x 64 entries.
 _SAMPLE = 64
@@ -177,11 +176,6 @@ def reason_not_lazy(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str 
         return "the model is differentiated in forward mode"
     # A transform of torch.func cannot process lazy logits.
     return "the model runs in a transform of torch.func" if is_transformed() else None
-
-
-def is_exporting_or_tracing() -> bool:
-    """Return True if torch.export or torch.jit is tracing the model. The traced program has to run without flce."""
-    return is_exported() if torch.compiler.is_compiling() else private.get_tracing_state() is not None
 
 
 class HeadCall:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from flce.core import private
 from flce.huggingface.find_heads import HeadModules
-from flce.huggingface.head_call import HeadCall, is_exporting_or_tracing
+from flce.huggingface.head_call import HeadCall
 from flce.huggingface.lazy import TracedLazyLogits, make_lazy
 from flce.huggingface.lazy.base import without_logits
 from flce.huggingface.lazy.state import Settings, Term
 from flce.huggingface.usage import COMPILED_DTENSOR, MaterializedLogitsError, Usage
 from flce.huggingface.wrappers import current_checkpoint, is_reentrant
-from flce.torch_ops import can_break_graph, register_skipped_frames, skip_frame, skip_frame_and_callees
+from flce.torch_ops import can_break_graph, is_exported, register_skipped_frames, skip_frame, skip_frame_and_callees
 
 _counts_lock = threading.Lock()
 _lazy_patches_of_checkpoint: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
@@ -130,6 +130,11 @@ class ThreadState(threading.local):
 
 
 thread_state = ThreadState()
+
+
+def is_exporting_or_tracing() -> bool:
+    """Return True if torch.export or torch.jit is tracing the model. The traced program has to run without flce."""
+    return is_exported() if torch.compiler.is_compiling() else private.get_tracing_state() is not None
 
 
 def wrap_call_method(method: Callable[..., Any], labels_slice: slice | None) -> Callable[..., Any]:

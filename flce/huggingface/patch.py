@@ -35,13 +35,14 @@ from flce.huggingface.find_heads import (
     modules_except,
     vocabulary_sizes,
 )
-from flce.huggingface.head_call import HeadCall, is_exporting_or_tracing, optimizer_steps, reason_not_lazy
+from flce.huggingface.head_call import HeadCall, optimizer_steps, reason_not_lazy
 from flce.huggingface.lazy import is_lazy, make_lazy
 from flce.huggingface.lazy.state import OnMaterialize, Settings, head_state
 from flce.huggingface.model_call import (
     Patch,
     find_labels,
     find_labels_slice,
+    is_exporting_or_tracing,
     name_wrong_label,
     thread_state,
     wrap_call_method,

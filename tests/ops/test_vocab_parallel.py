@@ -36,6 +36,7 @@ from tests.extremes import every_extreme, has_softmax
 from tests.helpers import BACKENDS, STATS, assert_outcome
 from tests.logits import make
 from tests.processes import in_processes
+from tests.tiles import Rows
 
 if not dist.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
@@ -73,12 +74,12 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
         if start == stop:
             write_empty_state(state)
         else:
-            tile = TileClasses(
-                start, stop - start, 37, accessible_cols=stop - start, is_shard=True, first=start, keep_logits=True
-            )
-            kernels.statistics(z[:, start:stop], StatisticsCall(inputs, spec, tile, merged), state)
+            own, cols = Rows(z, inputs, spec).shard(start, stop), stop - start
+            tile = TileClasses(0, cols, cols, accessible_cols=cols, is_shard=True, keep_logits=True)
+            own.statistics(kernels, own.logits, tile, state, merged)
         made = results_from_state(state, spec, stop - start, weight[start:stop].sum())
-        shards.append(made)
+        assert made.argmax is not None
+        shards.append(made._replace(argmax=made.argmax + start))  # a class of the shard
     stacked = RowStatistics._make(None if ts[0] is None else torch.stack(ts) for ts in zip(*shards, strict=True))
     widths = torch.tensor([[stop - start] for start, stop in itertools.pairwise(edges)], device=device)
     sums = torch.stack([weight[start:stop].sum() for start, stop in itertools.pairwise(edges)])[:, None]

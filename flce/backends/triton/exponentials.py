@@ -53,8 +53,7 @@ from flce.backends.triton.math import (
     transform,
 )
 from flce.backends.triton.replay import run
-from flce.core.gemm import ALIGNMENT
-from flce.core.slices import offset_slice, slice_columns
+from flce.core.gemm import ALIGNMENT, offset_slice, slice_columns
 
 # Classes whose logits are computed before the product, for the reference of each row: 0.2% of a vocabulary of 128,256.
 SAMPLES = 256

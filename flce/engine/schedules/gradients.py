@@ -6,8 +6,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE
-from flce.core.slices import slice_rows
+from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, slice_rows
 from flce.engine.borrowing import BLOCK_MULTIPLE, BlockLayout, borrow, borrow_as, dx_sum_start
 from flce.engine.case import Case
 from flce.engine.pass_context import PassContext

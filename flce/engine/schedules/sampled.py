@@ -37,8 +37,8 @@ from flce.backends.contract import (
 )
 from flce.backends.formulas import is_class
 from flce.backends.sampling import IGNORED, NO_TARGET, pack_marks
+from flce.core.gemm import slice_columns, slice_rows
 from flce.core.problem import LinearTerm
-from flce.core.slices import slice_columns, slice_rows
 from flce.engine.case import ROW_MULTIPLE, Case, ceil_div, equal_rows
 from flce.engine.pass_context import CandidateGrads, GradientTile, PassContext
 from flce.engine.rows import Rows, Selection

@@ -29,7 +29,7 @@ from flce.backends.contract import (
     TARGET_JACOBIAN,
     TargetTerms,
 )
-from flce.core.slices import offset_slice, slice_columns, slice_rows
+from flce.core.gemm import offset_slice, slice_columns, slice_rows
 from flce.engine.borrowing import BLOCK_MULTIPLE, BlockLayout, TilePlacement, borrow, place_tiles, second_half_start
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, Case
 from flce.engine.pass_context import GradientTile, PassContext
