@@ -95,7 +95,7 @@ def forward(
     selection = runtime.select(problem, skip_ignored, can_count_on_device)
     accum, num_rows = problem.accum, selection.max_num_rows
     outputs = RowOutputs.allocate(problem.spec, accum, (num_rows,), runtime.arena.new)
-    rows = problem, selection, scales, runtime.arena, outputs.normalizer, outputs
+    rows = selection, scales, runtime.arena, outputs.normalizer, outputs
     context = build_context(plan, runtime, rows)
     schedule.forward(context)
     if not with_gradients:  # Schedules with gradients have merged already, before each chunk's gradients.
@@ -132,7 +132,7 @@ def backward(
         problem, runtime.backend, needs_scales=True, has_gradient_scale=has_gradient_scale, upstream=upstream
     )
     normalizer = selection.take(normalizer, dim=1)
-    rows = problem, selection, scales, runtime.arena, normalizer, None, row_upstream
+    rows = selection, scales, runtime.arena, normalizer, None, row_upstream
     context = build_context(plan, runtime, rows, gradient_scale=scales.gradient_scale, samples_memory=samples)
     plan.schedule.backward(context)
     return context.finish_gradients()
@@ -140,7 +140,7 @@ def backward(
 
 def build_context(plan: Plan, runtime: Runtime, rows: tuple[Any, ...], **more: Any) -> PassContext:
     """Return the context of a pass. `rows`: the fields of `Rows`. `more`: other fields of `PassContext`."""
-    rows_type = Rows if rows[0].shard is None else ShardRows
+    rows_type = Rows if rows[0].problem.shard is None else ShardRows
     return runtime.context_type(
         rows_type(*rows), runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more
     )

@@ -116,7 +116,7 @@ def forward(problem: LinearCrossEntropyProblem, plan: Plan, runtime: Runtime | N
         rows = runtime.arena.new((contract.DIVERGENCE_SLOTS, selection.max_num_rows), accum, zero=True)
         rows[: contract.DIVERGENCE : contract.STUDENT] = -torch.inf  # the offsets
         teacher = Teacher.from_problem(problem, rows, "forward_kl" if spec.divergence == "jsd" else None)
-    fields = problem, selection, scales, runtime.arena, outputs.normalizer, outputs
+    fields = selection, scales, runtime.arena, outputs.normalizer, outputs
     context = build_context(plan, runtime, fields, top_k=top_k, teacher=teacher)
     plan.schedule.forward(context)
     context.rows.merge_results(slice(0, selection.num_rows))
@@ -207,7 +207,7 @@ def backward(
             if gradients is not None:
                 gradients *= gradient_scale
     scales = vectors.LossScales(problem, runtime.backend, needs_scales=False)
-    rows = problem, selection, scales, runtime.arena, saved.normalizer
+    rows = selection, scales, runtime.arena, saved.normalizer
     context = build_context(
         plan, runtime, rows, gradient_scale=gradient_scale, row_gradient=row_gradient, teacher=teacher,
         samples_memory=samples,

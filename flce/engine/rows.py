@@ -195,7 +195,6 @@ class Rows:
         upstream: gradient of each row's loss, (rows,), or of the loss, (); None: `scales` include it.
     """
 
-    problem: RowProblem
     selection: Selection
     scales: LossScales
     arena: Arena
@@ -209,6 +208,7 @@ class Rows:
     """The first class of this process."""
 
     def __post_init__(self) -> None:
+        self.problem: RowProblem = self.selection.problem
         self.spec = self.problem.spec
         """Options of the tiles of this process."""
         self.class_weight = self.problem.class_weight

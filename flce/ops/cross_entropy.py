@@ -142,7 +142,7 @@ def _make_rows(
     if normalizer is None:
         out = RowOutputs.allocate(p.spec, p.accum, (p.num_tokens,), arena.new)
         normalizer = out.normalizer
-    return (Rows if p.shard is None else ShardRows)(p, Selection(p, None), scales, arena, normalizer, out, upstream)
+    return (Rows if p.shard is None else ShardRows)(Selection(p, None), scales, arena, normalizer, out, upstream)
 
 
 def _compute_statistics(rows: Rows, logits: Tensor) -> Tensor | None:

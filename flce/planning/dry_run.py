@@ -82,15 +82,15 @@ def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
         sizes, dtype = c.teacher
         pairs = [[new_operand(rows, size, dtype=dtype) for rows in (n, c.vocab_size)] for size in sizes]
         problem = replace(problem, teacher_terms=tuple(LinearTerm(*pair) for pair in pairs))
+    if isinstance(c.spec, LogprobSpec) and c.spec.candidates:
+        problem = replace(problem, candidates=arena.new((n, c.spec.candidates), torch.int64))
     index = arena.new((n,), torch.int64) if c.skip_ignored else None
     selection = AllRows(problem, index, arena=arena, live_vectors=[])
     if index is not None:
         selection.live_vectors.extend((selection.target, RowOutputs.allocate(c.spec, accum, (n,), arena.new)))
     runtime = runtime._replace(select=lambda *_: selection)
     if isinstance(c.spec, LogprobSpec):
-        count = c.spec.candidates
-        candidates = arena.new((n, count), torch.int64) if count else None
-        return _dry_run_token_passes(replace(problem, candidates=candidates), plan, runtime)
+        return _dry_run_token_passes(problem, plan, runtime)
     result = forward(problem, plan, plan.deferred, runtime)
     if plan.deferred:
         upstream = new_operand(*([n] if c.spec.reduction == "none" else []), dtype=accum)
@@ -350,7 +350,7 @@ class CountingContext(PassContext):
     def __post_init__(self) -> None:
         self._meter, c = cast(CountingBackend, self.backend), self.rows
         if self._meter.case.num_processes is not None:
-            fields = c.problem, c.selection, c.scales, c.arena, c.normalizer, c.out, c.upstream
+            fields = c.selection, c.scales, c.arena, c.normalizer, c.out, c.upstream
             self.rows = CountingShard(*fields, num_processes=self._meter.case.num_processes)
         super().__post_init__()
 

@@ -107,7 +107,7 @@ class FrequentClasses:
         if rows.out is not None:
             out = RowOutputs.allocate(spec, normalizer.dtype, (problem.num_tokens,), ctx.new)
             normalizer = out.normalizer
-        of_chunk = Rows(problem, Selection(problem, None), rows.scales, ctx.arena, normalizer, out)
+        of_chunk = Rows(Selection(problem, None), rows.scales, ctx.arena, normalizer, out)
         return replace(ctx, rows=of_chunk, top_k=None, **more)
 
     def compute_bound(self, tokens: slice) -> Tensor:
