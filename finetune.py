@@ -48,7 +48,9 @@ try:
 except (ImportError, OSError, RuntimeError, ValueError) as error:
     sys.exit(f"{arguments.model} cannot be loaded: {' '.join(str(error).split())}")
 model = model.train() if arguments.load_in_4bit else model.to(device).train()
-model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+# Transformers 5.23 has renamed this method.
+enable_checkpointing = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+enable_checkpointing({"use_reentrant": False})
 if arguments.lora is not None:
     from peft import LoraConfig, get_peft_model
 

@@ -39,6 +39,7 @@ def test_the_quick_start_trains_a_model(tmp_path: Path) -> None:
         assert command[:2] == ["python", "finetune.py"]
         done = fine_tune(tmp_path, *command[2:])
         assert done.returncode == 0, done.stderr
+        assert "deprecated" not in done.stderr
         steps = re.findall(r"^step (\d+) of (\d+): loss \d\.\d{3}, \d:\d\d:\d\d left$", done.stdout, re.M)
         assert [int(number) for number, _ in steps] == [*range(1, int(steps[0][1]) + 1)]
         assert f"fused: {len(steps)}\nvalues: 0\nmaterialized: 0\nstock: 0\nsaved my-model-tuned\n" in done.stdout
