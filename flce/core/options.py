@@ -43,7 +43,7 @@ class ChunkOptions:
             the host waits about 1 ms for the device. A schedule that can count the rows on the device computes its
             first product meanwhile. "auto": on a CPU, True if 1/16 or more of the tokens are ignored and their hidden
             states are finite; otherwise False. A NaN or infinity in the hidden state of an ignored token is multiplied
-            by 0, as by PyTorch's operators: its column of the gradient of the weight is NaN. Not so with True.
+            by 0, so that its column of the gradient of the weight is NaN. Not so with True.
         sample_below: a number s from 2^-20 to 2^-4, for gradients without their matrix products: of the probabilities
             of a token that are below s, a random choice is multiplied with W and x instead of all. The gradients are
             right on average, and have noise that grows with s; losses are exact. See `docs/sampled-gradients.md`.
