@@ -682,9 +682,9 @@ def report(results: list[Result], command: str) -> str:
         "`flce.patch_model`. If a model takes no labels, the loss is `F.cross_entropy` of its logits.",
         "",
         "* *Fused*: flce computed the loss. No operation computed the logits. Loss, outputs and the gradient of each",
-        "  parameter equal stock's.",
+        "  parameter equal those of stock up to rounding.",
         "* *Computes its logits*: the named operation computed the logits, with a warning. Loss, outputs and gradients",
-        "  equal stock's.",
+        "  equal those of stock up to rounding.",
         "* *Stock fails*: stock Transformers cannot build or train the small model. The error follows.",
         "",
         f"Command: `{command}`, {datetime.date.today()}, Transformers {transformers.__version__}, "
