@@ -274,10 +274,10 @@ class PassContext:
         """Return the needed gradients in the order of `Needs.flat`, or the gradients to which they were added. If there
         was no tile, they are allocated here."""
         grads = [self.dx_memory(k) for k in self.dx_terms]
-        for k, grad in zip(self.dx_terms, grads, strict=True):
-            self.rows.finish_dx_sum(k, grad)
         targets = self.problem.dw_targets
         grads += [targets[k] if k in targets else self.dw_memory(k) for k in self.dw_terms]
+        for k, grad in zip(self.dx_terms, grads, strict=False):
+            self.rows.finish_dx_sum(k, grad)
         if not self.problem.needs.bias:
             return grads
         return [*grads, self.db_memory() if self.gradient_scale is None else self.db_memory().div_(self.gradient_scale)]

@@ -89,8 +89,8 @@ class LossScales:
     @functools.cached_property
     def for_gradient(self) -> Tensor | None:
         """Scales times the gradient scale and the upstream gradient of the loss."""
-        scales = self.for_loss
-        for factor in (self.gradient_scale, self.upstream):
+        factors, scales = (self.gradient_scale, self.upstream), self.for_loss
+        for factor in factors:
             if scales is not None and factor is not None and factor.dim() == 0:
                 scales = torch.cat((scales[:2] * factor, scales[2:]))
         return scales

@@ -216,8 +216,9 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
                 return forward(self, *args, **kwargs)
             finally:
                 patch.compiled_call_has_labels = previous
+        must_return_lazy = patch.must_return_lazy(self)
         _find_new_heads(self, patch)
-        if not patch.must_return_lazy(self):
+        if not must_return_lazy:
             return forward(self, *args, **kwargs)
         product_mode = _make_product_mode(self, patch)
         patch.is_compiled_head_called = thread_state.is_head_called = False
