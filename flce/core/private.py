@@ -44,20 +44,8 @@ def _torch() -> Any:
     return sys.modules["torch"]  # not an import: this module is imported before PyTorch is needed
 
 
-def _forward_ad(level: int) -> Any:
-    return sys.modules["torch.autograd.forward_ad"]
-
-
 def _has_name(node: Any, function: Any) -> bool:
     return type(node).__name__ == f"{function.__name__}Backward"
-
-
-def _has_class(kind: Any) -> Callable[[Any, Any], bool]:
-    return lambda node, function: isinstance(node, function._backward_cls)
-
-
-def _compiled_call(implementation: Any) -> Callable[[Any], Any]:
-    return lambda module: module._compiled_call_impl
 
 
 def _required(path: str, feature: str) -> Name:
@@ -90,6 +78,7 @@ _TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx"
 _DRIVER = _join("triton", "compiler.CompiledKernel.__getitem__", "runtime.driver")
 _DEEPSPEED = "deepspeed.runtime.utils.OutputBackwardHookManager._make_backward_hook"
 _SLOW, _MEMORY, _STOCK = "calls are slower", "gradients need more memory", "patched models run stock code"
+_AD, _COMPILED = "torch.autograd.forward_ad", "torch.nn.Module._compiled_call_impl"
 _CLEAR = "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
 _VERSION = "torch.autograd.grad_mode._unsafe_preserve_version_counter"
 _PLAIN = "compiled patched models have more graphs, and return plain objects as logits"
@@ -104,7 +93,7 @@ NAMES: dict[str, Name] = {
     "will_execute": Name(f"{_C}._will_engine_execute_node", _MEMORY, lambda node: False),
     "is_batchedtensor": Name(f"{_C}._functorch.is_batchedtensor", "some errors are unclear", lambda x: False),
     "is_gradtrackingtensor": Name(f"{_C}._functorch.is_gradtrackingtensor", "some errors are unclear", lambda x: False),
-    "forward_ad": Name("torch.autograd.forward_ad._current_level", _STOCK, _INACTIVE, _forward_ad),
+    "forward_ad": Name(f"{_AD}._current_level", _STOCK, _INACTIVE, lambda level: sys.modules[_AD]),
     "disable_current_modes": Name(
         f"{_MODES}._disable_current_modes", "modes see tensors of plans", contextlib.nullcontext
     ),
@@ -119,7 +108,10 @@ NAMES: dict[str, Name] = {
     "clear_interpreter_stack": _required(_CLEAR, "reading lazy logits in torch.func"),
     "preserve_version": Name(_VERSION, "an autograd.Function that saves lazy logits fails", contextlib.nullcontext),
     "is_node_of": Name(
-        "torch.autograd.Function._backward_cls", "Functions of one name are equal", _has_name, _has_class
+        "torch.autograd.Function._backward_cls",
+        "Functions of one name are equal",
+        _has_name,
+        lambda kind: lambda node, function: isinstance(node, function._backward_cls),
     ),
     "saved_tensors_hooks": Name(f"{_C}._autograd._top_saved_tensors_default_hooks", "some checkpoints fail", _nothing),
     # ------------------------------------------------------------------------------- patched models, torch.compile
@@ -131,7 +123,7 @@ NAMES: dict[str, Name] = {
         lambda: _torch().compiler.is_exporting(),
         lambda flag: lambda: _torch().compiler._is_exporting_flag,
     ),
-    "compiled_call": Name("torch.nn.Module._compiled_call_impl", "layers are compiled twice", _nothing, _compiled_call),
+    "compiled_call": Name(_COMPILED, "layers are compiled twice", _nothing, lambda _: lambda m: m._compiled_call_impl),
     # ------------------------------------------------------------------------------- patched models, several GPUs
     "FSDPState": _hook(f"{_FSDP2}._fsdp_state.FSDPState", "FSDP2", _FSDP),
     "fsdp_state_of": Name(f"{_FSDP2}.FSDPModule._get_fsdp_state", "late reads of logits fail", _nothing, None, _FSDP),
@@ -165,8 +157,11 @@ def __getattr__(name: str) -> Any:
 
 def incomplete_entries() -> list[tuple[Name, list[str]]]:
     """Return the entries with missing names, and these names. Entries whose module is not imported are left out."""
-    here = [entry for entry in NAMES.values() if entry.required_module in (None, *sys.modules)]
-    return [(entry, paths) for entry in here if (paths := missing_paths(entry))]
+    return [
+        (entry, paths)
+        for entry in NAMES.values()
+        if entry.required_module in (None, *sys.modules) and (paths := missing_paths(entry))
+    ]
 
 
 def missing_paths(entry: Name) -> list[str]:
@@ -194,5 +189,7 @@ def describe_missing(entry: Name, absent: list[str]) -> str:
     """Return the warning: the missing names and the effect."""
     package = absent[0].partition(".")[0]
     version = getattr(sys.modules.get(package), "__version__", "")
-    found = f"{package} {version} has no {', '.join(absent)}: {entry.effect}."
-    return f"{found} A newer version of flce may know how this {package} does it."
+    return (
+        f"{package} {version} has no {', '.join(absent)}: {entry.effect}. A newer version of flce may know how this "
+        f"{package} does it."
+    )

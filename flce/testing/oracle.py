@@ -149,7 +149,10 @@ def oracle(
             (upstream[tokens][rows] * (ce / divisor + zl / z_divisor)).sum().backward()
         with torch.no_grad():
             found = {"ce": ce, "zl": zl, "lse": lse, "logprob": z_target - lse, **_statistics(z_valid, lse, y_valid)}
-            part = {name: _scatter_rows(values.detach(), rows, len(tokens)) for name, values in found.items()}
+            part = {  # zero or False at ignored rows
+                name: values.new_zeros(len(tokens)).index_put((rows,), values.detach())
+                for name, values in found.items()
+            }
             parts.append({**part, "x": _grad(x), **{f"a{k}": _grad(side) for k, side in enumerate(sides)}})
 
     joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -179,11 +182,6 @@ def _leaf(t: Tensor) -> Tensor:
 
 def _grad(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
-def _scatter_rows(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Return a vector of `count` values: `values` at the indices `rows`, zero or False elsewhere."""
-    return torch.zeros(count, dtype=values.dtype, device=values.device).index_put((rows,), values)
 
 
 def _statistics(z: Tensor, lse: Tensor, y: Tensor) -> dict[str, Tensor]:

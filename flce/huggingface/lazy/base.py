@@ -320,7 +320,8 @@ def running_function(argument: Any) -> type | None:
     frame: Any = sys._getframe(1)
     while frame is not None:
         function = functions.get(frame.f_code)
-        if function is not None and _contains(argument, frame.f_locals.values()):
+        values = () if function is None else frame.f_locals.values()
+        if any(v is argument or (isinstance(v, tuple) and any(x is argument for x in v)) for v in values):
             return function
         frame = frame.f_back
     return None
@@ -335,11 +336,6 @@ def _functions_by_forward_code() -> dict[Any, type]:
         classes += function.__subclasses__()
         functions[getattr(inspect.unwrap(function.forward), "__code__", None)] = function
     return functions
-
-
-def _contains(value: Any, values: Iterable[Any]) -> bool:
-    """Return True if this object is one of the values, or an item of a tuple among the values."""
-    return any(v is value or (isinstance(v, tuple) and any(item is value for item in v)) for v in values)
 
 
 def is_lazy(value: Any) -> bool:
