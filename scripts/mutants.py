@@ -79,7 +79,7 @@ def outcome_of(mutation: Any, command: str, limit: float) -> tuple[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=300, help="mutants of all modules together")
+    parser.add_argument("--count", type=int, default=150, help="mutants of all modules together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", default="", help="only modules whose path contains this text")
