@@ -74,7 +74,7 @@ CARDS = (
     predicted("8 x 80 GB (H100), FSDP: Llama-3.1-8B, all weights", "plan-llama-3.1-8b-fsdp.json"),
     measured("GRPO step in TRL, Llama-3.2-1B, 8 x 4096 tokens: peak, GiB", *STEP, part=TRAINING),
     measured(
-        "Megatron's loss into main_grad, 8192 tokens, 2 GPUs: workspace, GiB",
+        "Megatron's loss into main_grad, 8192 x 262144 logits, 2 GPUs: workspace, GiB",
         *LAST_STAGE,
         head="gemma3 english",
     ),
