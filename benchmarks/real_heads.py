@@ -171,4 +171,6 @@ def draw_rows(head: str, shape: tuple[int, int, int], file: Path, tokens: Sequen
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m benchmarks.real_heads FILE.png")
     draw_rows("smollm2 code", (1024, 576, 49152), Path(sys.argv[1]), range(40, 1024, 123))
