@@ -232,6 +232,10 @@ def test_gradient_of_weights_that_are_zero_or_nonsense(
 
     of_ones, of_zeros = gradients(1, 1, 1, 1, 1, 1), gradients(0, 0, float("nan"), 0, 0, 0)
     assert of_ones[1].count_nonzero() == 5
+    if reduction != "mean":  # the gradient of a weight is the loss of its token
+        z = p.input @ p.linear_weight.t() if head else p.input
+        losses = F.cross_entropy(z, p.target, reduction="none") + 0.1 * z.logsumexp(1).square()
+        torch.testing.assert_close(of_ones[1], losses.masked_fill(p.target == -100, 0.0))
     assert torch.equal(of_ones[1], of_zeros[1])
     assert of_ones[0].count_nonzero()
     assert not of_zeros[0].count_nonzero()
