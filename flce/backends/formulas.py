@@ -161,13 +161,6 @@ def softmax_minus_target(softmax_factor: Tensor, target_factor: Tensor, logprob:
     return torch.where(logprob < -1.0, softmax_factor * logprob.exp() - target_factor, near_one)
 
 
-def gradient_at_target(row_gradient: Tensor, logprob: Tensor, target_weight: Tensor | None) -> Tensor:
-    """Return the gradient in z of the targets."""
-    softmax_factor, target_factor, classes_factor = row_gradient[:LOSS_GRADIENT_SLOTS]
-    at_target = softmax_minus_target(softmax_factor, target_factor, logprob)
-    return at_target - (classes_factor if target_weight is None else classes_factor * target_weight)
-
-
 def row_gradient(call: GradientCall) -> Tensor:
     """Return the result of `Backend.row_gradient`."""
     targets, nothing = Targets.from_call(call), [None] * (len(RowStatistics._fields) - NORMALIZER_SLOTS)

@@ -38,12 +38,12 @@ from flce.backends.contract import (
 from flce.backends.formulas import (
     RowStatistics,
     Targets,
-    gradient_at_target,
     is_class,
     log_sum_exps,
     merge_divergences,
     merge_shards,
     results_from_state,
+    softmax_minus_target,
     write_results,
 )
 from flce.core.gemm import padded_cols, slice_columns
@@ -381,13 +381,12 @@ class ShardRows(Rows):
     def merge_factors(self, tokens: slice, factors: Tensor) -> None:
         shards, merged, row_gradient = self._merge_results(tokens)
         assert row_gradient is not None
-        inputs, target = self.inputs(tokens, False), slice_columns(self.target, tokens)
+        target = slice_columns(self.target, tokens)
         # The logarithm of the probability of this shard's classes. An empty shard, or a shard with only logits of -inf,
         # has no probability. Its terms would be NaN.
         shard_logprob = log_sum_exps(shards, merged.offset)[self.shard.rank] - merged.log_sum
         of_shard = torch.where(shard_logprob != -torch.inf, factors[SOFTMAX] * shard_logprob.exp(), 0.0)
-        weight = inputs.target_weight(self.problem.vocab_size)
-        at_target = gradient_at_target(row_gradient, merged.logprob, weight) * factors[TARGET]
+        at_target = softmax_minus_target(row_gradient[SOFTMAX], row_gradient[TARGET], merged.logprob) * factors[TARGET]
         factors[SOFTMAX] = row_gradient[SOFTMAX] * of_shard
         factors[TARGET] = torch.where(is_class(target, self.problem.local_vocab_size), at_target, 0.0)
         factors.masked_fill_(target == self.spec.ignore_index, 0.0)
