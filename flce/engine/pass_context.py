@@ -273,14 +273,14 @@ class PassContext:
     def finish_gradients(self) -> list[Tensor]:
         """Return the needed gradients in the order of `Needs.flat`, or the gradients to which they were added. If there
         was no tile, they are allocated here."""
-        grads = [self.dx_memory(k) for k in self.dx_terms]
-        targets = self.problem.dw_targets
-        grads += [targets[k] if k in targets else self.dw_memory(k) for k in self.dw_terms]
-        for k, grad in zip(self.dx_terms, grads, strict=False):
+        dx, targets = [self.dx_memory(k) for k in self.dx_terms], self.problem.dw_targets
+        dw = [targets[k] if k in targets else self.dw_memory(k) for k in self.dw_terms]
+        for k, grad in zip(self.dx_terms, dx, strict=True):
             self.rows.finish_dx_sum(k, grad)
         if not self.problem.needs.bias:
-            return grads
-        return [*grads, self.db_memory() if self.gradient_scale is None else self.db_memory().div_(self.gradient_scale)]
+            return [*dx, *dw]
+        db = self.db_memory()
+        return [*dx, *dw, db if self.gradient_scale is None else db.div_(self.gradient_scale)]
 
     # ------------------------------------------------------------------------------------------- from logits
 

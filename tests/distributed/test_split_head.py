@@ -66,7 +66,8 @@ def test_padded_and_empty_slices() -> None:
     for kwargs, options in itertools.product(kinds, (*OPTIONS, {"sample_below": 2.0**-20})):
         p = problem((3, 4), 16, 41, bias=True, **kwargs)
         assert_equal_on_all_ranks(check(padded(p, 20), group, 1e-9, dict(options)), group)
-        p = problem((3, 4), 16, 9, bias=True, **kwargs)
+        vocab = 9 if "sample_below" in options else 3  # a shard of one class has only frequent classes
+        p = problem((3, 4), 16, vocab, bias=True, **kwargs)
         p = replace(p, linear_bias=torch.full_like(p.linear_weight[:, 0], low))
         assert_equal_on_all_ranks(check(p, group, 1e-9, dict(options)), group)
 
