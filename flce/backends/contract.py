@@ -334,9 +334,8 @@ class Marks(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """The entries of the gradient of the logits of all rows, by rows: each row has its target, if this process has it,
-    and its marked classes in ascending order, without frequent classes. Backward thins them with the complete sums of
-    exponentials."""
+    """The entries of the gradient of the logits of all rows, by rows: each row has its marked classes in ascending
+    order, without frequent classes. Backward thins them with the complete sums of exponentials."""
 
     bounds: Tensor  # (N + 1,) int64: row i has the entries [bounds[i], bounds[i + 1])
     frequent: Tensor  # (K,) int64: the classes with dense gradients
@@ -365,14 +364,14 @@ class SampledEntries(NamedTuple):
     values: Tensor  # (entries,) of the accumulation dtype, 0 for entries that were dropped
     classes: Tensor  # (entries,) int32; V for entries that were dropped
     logits: Tensor | None  # (num_listed,) of all terms; None: of the only term, not stored
-    num_listed: int  # the size of the list; behind it are the candidates of each row
-    num_candidates: int  # of a row
+    num_listed: int  # the size of the list; behind it are the exact entries of each row: its target and candidates
+    num_exact: int  # of a row
     first_class: int  # see `Marks`
     sample_below: float
 
-    def of_candidates(self, memory: Tensor) -> Tensor:
-        """Return the part of a field that belongs to the candidates of the selected rows, (rows, K)."""
-        return memory[self.num_listed :].unflatten(0, (-1, self.num_candidates))
+    def exact(self, memory: Tensor) -> Tensor:
+        """Return the part of a field that belongs to the exact entries of the selected rows, (rows, num_exact)."""
+        return memory[self.num_listed :].unflatten(0, (-1, self.num_exact))
 
 
 def num_frequent(vocab_size: int) -> int:
@@ -443,14 +442,13 @@ class Backend(Protocol):
     def mark_entries(self, logits: Tensor, call: StatisticsCall, marks: Marks) -> None:
         """Write the words of ``marks.words`` of the classes of a tile, whose logits are not changed."""
 
-    def list_entries(self, words: Tensor, omitted: Tensor, target: Tensor, out: Samples) -> None:
+    def list_entries(self, words: Tensor, omitted: Tensor, out: Samples) -> None:
         """Append the entries of some rows to a list. Entries beyond the capacity are counted in the bounds, and not
         written.
 
         Args:
             words: (rows, words of all classes) of `mark_entries`.
             omitted: (words of all classes,) int32: the bits of frequent classes. There are none behind the classes.
-            target: (rows,) the target's class; negative: none.
             out: the list. ``bounds[0]`` is set, the other bounds of these rows are written.
         """
 
@@ -462,15 +460,14 @@ class Backend(Protocol):
         """Compute the values of the entries of some rows, and dX.
 
         With p the probability of an entry, computed from ``call.normalizer``, g its gradient and q = min(1, p /
-        ``out.sample_below``), the value is g / q if u < q (see `Marks`), and 0 otherwise. The target's value is its
-        gradient.
+        ``out.sample_below``), the value is g / q if u < q (see `Marks`), and 0 otherwise and for the target.
 
         Args:
             x: (rows, H); weight: (V, H).
             call: of all classes, with `row_gradient`.
             samples: of these rows, the first of which is `first_row` of all selected rows.
             index: (rows,) the rows of the call, for `grad` and ``out.rows``; None: in `grad` these rows.
-            out: of all rows. dX includes the candidates of these rows.
+            out: of all rows. dX includes the exact entries of these rows.
             dense: (rows, H) added to dX; None: 0.
             grad: ``grad[index] = (dense + sum of value * weight[class]) / gradient_scale``; None: not requested.
             only_logits: add ``x[row] @ weight[class]`` of each entry to ``out.logits``, and write nothing else.

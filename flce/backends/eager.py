@@ -173,9 +173,9 @@ class TorchBackend:
             ratio = z.sub_(marks.threshold[part, None]).exp_()
             words[part] = sampling.pack_marks(sampling.uniform(marks.seeds[part, None], classes) < ratio)
 
-    def list_entries(self, words: Tensor, omitted: Tensor, target: Tensor, out: Samples) -> None:
+    def list_entries(self, words: Tensor, omitted: Tensor, out: Samples) -> None:
         for rows in _slabs(words, sampling.LIST_BYTES * WORD_CLASSES * words.shape[1]):
-            sampling.list_entries(words[rows], omitted, target[rows], out.select_rows(rows))
+            sampling.list_entries(words[rows], omitted, out.select_rows(rows))
 
     sampled_gradient = staticmethod(sampling.sampled_gradient)
     sampled_weight_gradient = staticmethod(sampling.sampled_weight_gradient)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flce.backends.contract import TARGET, WORD_CLASSES, GradientCall, SampledEntries, Samples
-from flce.backends.formulas import softmax_factor_with_entropy, softmax_minus_target
+from flce.backends.contract import WORD_CLASSES, GradientCall, SampledEntries, Samples
+from flce.backends.formulas import softmax_factor_with_entropy
 from flce.core.problem import accumulation_dtype
 
 # Multipliers of hashes: of the golden ratio, and of MurmurHash3's finalizer (A. Appleby, public domain).
@@ -64,21 +64,11 @@ def pack_marks(marks: Tensor) -> Tensor:
     return (bits * (1 << torch.arange(WORD_CLASSES, device=marks.device))).sum(-1).to(torch.int32)
 
 
-def list_entries(words: Tensor, omitted: Tensor, target: Tensor, out: Samples) -> None:
+def list_entries(words: Tensor, omitted: Tensor, out: Samples) -> None:
     bits = torch.arange(WORD_CLASSES, dtype=torch.int32, device=words.device)
-    marks = ((words & ~omitted)[:, :, None] >> bits & 1).bool().flatten(1)
-    has_target = target >= 0
-    marks.scatter_(
-        1, target.clamp(min=0)[:, None], marks.gather(1, target.clamp(min=0)[:, None]) & ~has_target[:, None]
-    )
-    out.bounds[1:] = out.bounds[0] + (marks.sum(1) + has_target).cumsum(0)
-    start = int(out.bounds[0])
-    room = out.classes[start:]
-    if not len(room):
-        return
-    # The target precedes the other classes of its row.
-    row, column = torch.cat((has_target[:, None], marks), 1).nonzero(as_tuple=True)
-    classes = torch.where(column == 0, target[row], column - 1).to(torch.int32)
+    marks = ((words & ~omitted)[:, :, None] >> bits & 1).flatten(1)
+    out.bounds[1:] = out.bounds[0] + marks.sum(1).cumsum(0)
+    classes, room = marks.nonzero()[:, 1].to(torch.int32), out.classes[int(out.bounds[0]) :]
     room[: len(classes)] = classes[: len(room)]
 
 
@@ -109,14 +99,12 @@ def sampled_gradient(
         inverse = None if inputs.inverse_temperature is None else inputs.inverse_temperature[rows]
         z = call.spec.transform(a[:, None], inverse)
         jacobian = torch.as_tensor(call.spec.jacobian(z, inverse), dtype=accum, device=x.device)
-        (offset, log_sum, target_logprob), factors = call.normalizer[:, rows], call.row_gradient[:, rows]
+        (offset, log_sum, _), factors = call.normalizer[:, rows], call.row_gradient[:, rows]
         logprob = (z[:, 0] - offset) - log_sum
         p = logprob.exp()
-        is_target = classes == inputs.target[rows]
-        is_kept = is_target | (uniform(samples.seeds[rows], classes + out.first_class) < p / out.sample_below)
+        is_kept = uniform(samples.seeds[rows], classes + out.first_class) < p / out.sample_below
+        is_kept &= classes != inputs.target[rows]
         g = p.clamp(min=out.sample_below) * softmax_factor_with_entropy(factors, logprob)
-        of_target = softmax_factor_with_entropy(factors, target_logprob)
-        g = torch.where(is_target, softmax_minus_target(of_target, factors[TARGET], target_logprob), g)
         values = (g[:, None] * jacobian)[:, 0].masked_fill_(~is_kept, 0.0)
         out.rows[part] = (rows + first_row if index is None else index[rows]).to(torch.int32)
         out.values[part] = values
@@ -124,11 +112,10 @@ def sampled_gradient(
         dx.index_add_(0, rows, w.mul_(values[:, None]))
     if grad is None:
         return
-    if out.num_candidates:
-        classes, values = (out.of_candidates(t)[first_row : first_row + len(x)] for t in (out.classes, out.values))
-        for ids, value in zip(classes.t(), values.t(), strict=True):
-            valid = ids < len(weight)
-            dx.addcmul_(weight[ids.where(valid, 0)].to(accum), value.where(valid, 0.0)[:, None])
+    exact_classes, exact_values = (out.exact(t)[first_row : first_row + len(x)] for t in (out.classes, out.values))
+    for ids, value in zip(exact_classes.t(), exact_values.t(), strict=True):
+        valid = ids < len(weight)
+        dx.addcmul_(weight[ids.where(valid, 0)].to(accum), value.where(valid, 0.0)[:, None])
     dx = dx if gradient_scale is None else dx / gradient_scale
     if index is None:
         grad.copy_(dx)

@@ -164,7 +164,7 @@ def test_backends_draw_the_same_entries(device: torch.device) -> None:
         backend.mark_entries(logits, call, Marks(threshold, seeds, 3, words))
         memory = torch.zeros(sum(Samples.sizes(33, 777)), dtype=torch.int32, device=device)
         samples = Samples.from_memory(memory, 33, 777)
-        backend.list_entries(words, omitted, target, samples)
+        backend.list_entries(words, omitted, samples)
         found.append((omitted, samples.bounds, samples.classes))
         assert 33 < int(samples.bounds[-1]) < 33 * 200
     for of_torch, of_triton in zip(*found, strict=True):

@@ -17,7 +17,6 @@ from torch import Tensor
 from flce.backends import sampling
 from flce.backends.contract import (
     LEAST_LOGPROB,
-    LOGPROB,
     WORD_CLASSES,
     GradientCall,
     Marks,
@@ -31,7 +30,6 @@ from flce.backends.triton.math import (
     load_normalizer,
     load_row_gradient,
     load_scale,
-    softmax_minus_target,
     transform,
 )
 from flce.backends.triton.replay import run
@@ -41,7 +39,6 @@ _GOLDEN = tl.constexpr(sampling.GOLDEN)
 _MIX_1 = tl.constexpr(sampling.MIX_1)
 _MIX_2 = tl.constexpr(sampling.MIX_2)
 _WORD = tl.constexpr(WORD_CLASSES)
-_LOGPROB = tl.constexpr(LOGPROB)
 _LEAST_LOGPROB = tl.constexpr(LEAST_LOGPROB)
 # Options of the loss that only the end of a row needs: gradients of entries follow from the row gradient.
 _LEFT_OUT = ("ignore_index", "label_smoothing", "z_loss", "candidates", "top_k", "row_temperature")
@@ -120,21 +117,16 @@ def popcount(x):
 
 
 @triton.jit
-def load_words(words_ptr, omitted_ptr, word, size, target):
-    """Return words of a row as uint32, without the bits of frequent classes and of the target."""
-    mask = word < size
-    words = tl.load(words_ptr + word, mask=mask, other=0).to(tl.uint32, bitcast=True)
-    words &= (~tl.load(omitted_ptr + word, mask=mask, other=0)).to(tl.uint32, bitcast=True)
-    # Not the remainder: of a negative target it is negative, and then the result of the shift is not defined.
-    bit = tl.full(word.shape, 1, tl.uint32) << (target & (_WORD - 1)).to(tl.uint32)
-    return tl.where((target >= 0) & (word == target // _WORD), words & (bit ^ 0xFFFFFFFF), words)
+def load_words(words_ptr, omitted_ptr, word, size):
+    """Return words of a row as uint32, without the bits of frequent classes."""
+    words = tl.load(words_ptr + word, mask=word < size, other=0)
+    return (words & ~tl.load(omitted_ptr + word, mask=word < size, other=0)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["words_stride", "size", "capacity"])
 def list_kernel(
     words_ptr,  # (rows, size) int32
     omitted_ptr,  # (size,) int32
-    target_ptr,  # (rows,) int64, -1: none
     bounds_ptr,  # (rows + 1,) int64: with classes the first entry of each row, else output: their number behind it
     classes_ptr,  # (capacity,) int32; None: the entries are only counted
     words_stride,
@@ -143,15 +135,11 @@ def list_kernel(
     WORDS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row).to(tl.int32)
-    if classes_ptr is not None:
-        first = tl.load(bounds_ptr + row)
-        tl.store(classes_ptr + first, target, mask=(target >= 0) & (first < capacity))
-        first += (target >= 0).to(tl.int64)
+    first = tl.load(bounds_ptr + row)
     total = tl.zeros((WORDS,), tl.int32)
     for start in range(0, size, WORDS):
         word = start + tl.arange(0, WORDS)
-        words = load_words(words_ptr + row * words_stride, omitted_ptr, word, size, target)
+        words = load_words(words_ptr + row * words_stride, omitted_ptr, word, size)
         count = popcount(words)
         if classes_ptr is not None:
             place = first + tl.cumsum(count, axis=0) - count
@@ -165,7 +153,7 @@ def list_kernel(
         else:
             total += count
     if classes_ptr is None:
-        tl.store(bounds_ptr + row + 1, (tl.sum(total, axis=0) + (target >= 0).to(tl.int32)).to(tl.int64))
+        tl.store(bounds_ptr + row + 1, tl.sum(total, axis=0).to(tl.int64))
 
 
 @triton.jit
@@ -184,7 +172,7 @@ def entry_rows(
         "normalizer_stride",
         "row_gradient_stride",
         "num_listed",
-        "num_candidates",
+        "num_exact",
         "first_row",
         "first_class",
         "vocab_size",
@@ -207,7 +195,7 @@ def gradient_kernel(
     gradient_scale_ptr,  # ()
     grad_ptr,  # (N, hidden)
     entry_rows_ptr,  # (entries,) int32 output
-    entry_values_ptr,  # (entries,) output; from num_listed on input: num_candidates of each row
+    entry_values_ptr,  # (entries,) output; from num_listed on input: num_exact of each row
     entry_classes_ptr,  # (entries,) int32 output; from num_listed on input
     x_stride,
     x_col_stride,
@@ -217,7 +205,7 @@ def gradient_kernel(
     normalizer_stride,
     row_gradient_stride,
     num_listed,
-    num_candidates,
+    num_exact,
     first_row,
     first_class,
     vocab_size,
@@ -228,7 +216,6 @@ def gradient_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY_GRADIENT: tl.constexpr,
-    HAS_CANDIDATES: tl.constexpr,
     ONLY_LOGITS: tl.constexpr,
     ACCUM: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -251,14 +238,9 @@ def gradient_kernel(
     target = tl.load(target_ptr + row)
     seed = tl.load(seeds_ptr + row)
     offset, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, None)
-    target_logprob = tl.load(normalizer_ptr + _LOGPROB * normalizer_stride + row)
-    softmax_factor, target_factor, _classes_factor, entropy_factor = load_row_gradient(
+    softmax_factor, _target_factor, _classes_factor, entropy_factor = load_row_gradient(
         row_gradient_ptr, row_gradient_stride, row, None, HAS_ENTROPY_GRADIENT, False
     )
-    at_target = softmax_factor
-    if HAS_ENTROPY_GRADIENT:
-        at_target -= entropy_factor * tl.maximum(target_logprob, _LEAST_LOGPROB)
-    at_target = softmax_minus_target(at_target, target_factor, at_target - target_factor, -target_logprob)
     place = row + first_row
     if index_ptr is not None:
         place = tl.load(index_ptr + row)
@@ -285,26 +267,24 @@ def gradient_kernel(
             factor = softmax_factor
             if HAS_ENTROPY_GRADIENT:
                 factor = softmax_factor - entropy_factor * tl.maximum(logprob, _LEAST_LOGPROB)
-            is_target = classes == target
             u = random_mantissa(seed, classes + first_class).to(ACCUM) - 0.99999994
-            is_kept = is_target | (u < p / sample_below)
-            value = tl.where(is_target, at_target, tl.maximum(p, sample_below) * factor) * jacobian
-            value = tl.where(exists & is_kept, value, 0.0)
+            is_kept = exists & (classes != target) & (u < p / sample_below)
+            value = tl.where(is_kept, tl.maximum(p, sample_below) * factor * jacobian, 0.0)
             total += tl.sum(rows * value[:, None], axis=0)
             tl.store(entry_rows_ptr + entry, tl.full((ENTRIES,), place, tl.int64).to(tl.int32), mask=exists)
             tl.store(entry_values_ptr + entry, value, mask=exists)
             tl.store(entry_classes_ptr + entry, tl.where(is_kept, classes, vocab_size).to(tl.int32), mask=exists)
     if grad_ptr is not None:
-        if HAS_CANDIDATES:
-            first = num_listed + (row + first_row) * num_candidates
-            for start in range(0, num_candidates, ENTRIES):
-                number = start + tl.arange(0, ENTRIES)
-                exists = number < num_candidates
-                classes = tl.load(entry_classes_ptr + first + number, mask=exists, other=vocab_size).to(tl.int64)
-                exists = classes < vocab_size
-                values = tl.load(entry_values_ptr + first + number, mask=exists, other=0.0)
-                rows = entry_rows(weight_ptr, classes, exists, weight_stride, weight_col_stride, hidden, HIDDEN, ACCUM)
-                total += tl.sum(rows * values[:, None], axis=0)
+        first = num_listed + (row + first_row) * num_exact
+        for start in range(0, num_exact, ENTRIES):
+            number = start + tl.arange(0, ENTRIES)
+            classes = tl.load(entry_classes_ptr + first + number, mask=number < num_exact, other=vocab_size)
+            exists = classes < vocab_size
+            values = tl.load(entry_values_ptr + first + number, mask=exists, other=0.0)
+            rows = entry_rows(
+                weight_ptr, classes.to(tl.int64), exists, weight_stride, weight_col_stride, hidden, HIDDEN, ACCUM
+            )
+            total += tl.sum(rows * values[:, None], axis=0)
         if gradient_scale_ptr is not None:
             total /= tl.load(gradient_scale_ptr).to(ACCUM)
         if index_ptr is None:
@@ -374,19 +354,17 @@ def mark_entries(logits: Tensor, call: StatisticsCall, marks: Marks) -> Iterator
     )  # fmt: skip
 
 
-def list_entries(words: Tensor, omitted: Tensor, target: Tensor, out: Samples) -> None:
-    run(_list_entries, words, omitted, target, out.bounds, None)
+def list_entries(words: Tensor, omitted: Tensor, out: Samples) -> None:
+    run(_list_entries, words, omitted, out.bounds, None)
     out.bounds.cumsum_(0)
-    run(_list_entries, words, omitted, target, out.bounds, out.classes)
+    run(_list_entries, words, omitted, out.bounds, out.classes)
 
 
-def _list_entries(
-    words: Tensor, omitted: Tensor, target: Tensor, bounds: Tensor, classes: Tensor | None
-) -> Iterator[Launch]:
+def _list_entries(words: Tensor, omitted: Tensor, bounds: Tensor, classes: Tensor | None) -> Iterator[Launch]:
     """classes: None to count the entries of each row."""
     yield build_launch(
         list_kernel, (len(words),), None, {"WORDS": WORDS, **thread_options(words.device, 4)}, words=words,
-        omitted=omitted, target=target, bounds=bounds, classes=classes, size=words.shape[1],
+        omitted=omitted, bounds=bounds, classes=classes, size=words.shape[1],
         capacity=0 if classes is None else len(classes),
     )  # fmt: skip
 
@@ -400,7 +378,7 @@ def sampled_gradient(
     hidden, accum = triton.next_power_of_2(x.shape[1]), accumulation_dtype(x.dtype)
     entries = max(1, min(MAX_ENTRIES, STEP_BYTES // (hidden * x.element_size())))
     options = {
-        "LONG_ROW": LONG_ROW, "ONLY_LOGITS": only_logits, "HAS_CANDIDATES": out.num_candidates > 0,
+        "LONG_ROW": LONG_ROW, "ONLY_LOGITS": only_logits,
         "ACCUM": tl.float64 if accum == torch.float64 else tl.float32, "ENTRIES": entries, "HIDDEN": hidden,
         "STAGES": 2 if entries == MAX_ENTRIES else 3,
         **thread_options(x.device, min(16, max(4, hidden * accum.itemsize >> 12))),
@@ -410,7 +388,7 @@ def sampled_gradient(
         leaves_out=_LEFT_OUT, x=x, weight=weight, bounds=samples.bounds, seeds=samples.seeds, classes=samples.classes,
         logits=out.logits, dense=dense, index=index, gradient_scale=gradient_scale, grad=grad, entry_rows=out.rows,
         entry_values=out.values, entry_classes=out.classes, num_listed=out.num_listed,
-        num_candidates=out.num_candidates, first_row=first_row, first_class=out.first_class, hidden=x.shape[1],
+        num_exact=out.num_exact, first_row=first_row, first_class=out.first_class, hidden=x.shape[1],
         sample_below=out.sample_below,
     )  # fmt: skip
 

@@ -27,7 +27,10 @@ from flce.backends.contract import (
     CLASSES,
     ENTRIES_PER_TOKEN,
     FUSED_PRODUCT_BLOCK,
+    LOGPROB,
+    TARGET,
     WORD_CLASSES,
+    GradientCall,
     Marks,
     RowOutputs,
     SampledEntries,
@@ -35,7 +38,7 @@ from flce.backends.contract import (
     log_sum_exp,
     num_frequent,
 )
-from flce.backends.formulas import is_class
+from flce.backends.formulas import softmax_factor_with_entropy, softmax_minus_target
 from flce.backends.sampling import IGNORED, NO_TARGET, pack_marks
 from flce.core.gemm import slice_columns, slice_rows
 from flce.core.problem import LinearTerm
@@ -159,7 +162,8 @@ class SampledGradients:
 
     def __init__(self, ctx: PassContext, rows: int, sample_below: float) -> None:
         self._context, self._samples, self._sample_below = ctx, ctx.samples, sample_below
-        self._frequent = frequent = FrequentClasses(ctx, self._samples.frequent, local_targets(ctx))
+        self._target = local_targets(ctx)
+        self._frequent = frequent = FrequentClasses(ctx, self._samples.frequent, self._target)
         self._tile = ctx.new_gradient_tile(rows, len(frequent.ids))
         accum = ctx.normalizer.dtype
         # By term. The bias is a term whose input is 1.
@@ -182,18 +186,18 @@ class SampledGradients:
         self.allocate_entries(0)
 
     def allocate_entries(self, num_entries: int) -> None:
-        """Allocate memory for values of the list's entries, and behind them of all candidates."""
+        """Allocate memory for values of the list's entries, and behind them of all targets and candidates."""
         ctx, accum = self._context, self._context.normalizer.dtype
         # Few different sizes: launches of kernels are prepared once for a size.
         step = ceil_div(len(self._samples.classes), ENTRY_SIZES)
         num_entries = ceil_div(num_entries, step) * step if step else 0
-        num_candidates = 0 if ctx.candidate_grads is None else ctx.candidate_grads.ids.shape[1]
-        size = num_entries + num_candidates * ctx.selection.num_rows
+        num_exact = 1 if ctx.candidate_grads is None else 1 + ctx.candidate_grads.ids.shape[1]
+        size = num_entries + num_exact * ctx.selection.num_rows
         # With adapters the logits of the entries are a sum over the terms.
         logits = ctx.new((num_entries,), accum, zero=True) if len(ctx.terms) > 1 else None
         self._entries = SampledEntries(
             ctx.new((size,), torch.int32), ctx.new((size,), accum), ctx.new((size,), torch.int32), logits, num_entries,
-            num_candidates, ctx.rows.first_class, self._sample_below,
+            num_exact, ctx.rows.first_class, self._sample_below,
         )  # fmt: skip
         self._entries.classes.fill_(ctx.vocab_size)
 
@@ -219,9 +223,9 @@ class SampledGradients:
         """Write dX of some rows, and the values of their entries."""
         ctx, xs, index = self._context, self._context.term_inputs(tokens), self._context.selection.index
         index = None if index is None else index[tokens]
-        rows = ctx.gradient_call(tokens), self._samples.select_rows(tokens), tokens.start, index, self._entries
-        if ctx.candidate_grads is not None:
-            self._add_candidates(tokens, ctx.candidate_grads, index)
+        call = ctx.gradient_call(tokens)
+        rows = call, self._samples.select_rows(tokens), tokens.start, index, self._entries
+        self._add_exact(call, tokens, index)
         if self._entries.logits is not None:
             for x, term in zip(xs, ctx.terms, strict=True):
                 ctx.backend.sampled_gradient(x, term.weight, *rows, None, None, None, True)
@@ -233,21 +237,28 @@ class SampledGradients:
                 dense = self._dense_dx.pop(k, None)
                 ctx.backend.sampled_gradient(x, term.weight, *rows, dense, grad, ctx.gradient_scale, False)
 
-    def _add_candidates(self, tokens: slice, grads: CandidateGrads, index: Tensor | None) -> None:
-        """Write the entries of candidates of some rows. Entries and targets have the share of the softmax; for
-        candidates that are frequent `FrequentClasses.compute_gradient` left it out. index: the rows of the call."""
-        ctx, entries, size = self._context, self._entries, self._context.vocab_size
-        assert grads.terms is not None
-        ids, values, terms = (t[tokens] for t in (grads.ids, grads.values, grads.terms))
-        count = torch.ones_like(values)
-        ctx.backend.sum_equal(ids, torch.ones_like(values), count)
-        is_frequent = self._frequent.place[local_classes(ctx, ids)] >= 0
-        is_left_out = is_frequent & (ids != slice_columns(ctx.rows.target, tokens)[:, None])
-        values = torch.where(is_left_out, values / count, terms)
-        classes = torch.where(is_class(ids, size), ids, size)
-        rows = torch.arange(tokens.start, tokens.stop, device=ids.device) if index is None else index
-        for out, value in ((entries.rows, rows[:, None]), (entries.values, values), (entries.classes, classes)):
-            entries.of_candidates(out)[tokens] = value
+    def _add_exact(self, call: GradientCall, tokens: slice, index: Tensor | None) -> None:
+        """Write the entries of targets and candidates of some rows. Other entries and targets have the share of the
+        softmax; for candidates that are frequent `FrequentClasses.compute_gradient` left it out. index: the rows of the
+        call."""
+        ctx, grads, target = self._context, self._context.candidate_grads, slice_columns(self._target, tokens)[:, None]
+        rows, values, classes = (self._entries.exact(memory)[tokens] for memory in self._entries[:3])
+        rows.copy_((torch.arange(tokens.start, tokens.stop, device=rows.device) if index is None else index)[:, None])
+        logprob, factors = call.normalizer[LOGPROB], call.row_gradient
+        z = (logprob + log_sum_exp(call.normalizer))[:, None]
+        of_target = softmax_minus_target(softmax_factor_with_entropy(factors, logprob), factors[TARGET], logprob)
+        values[:, :1] = of_target[:, None] * call.spec.jacobian(z, call.inputs.inverse_temperature)
+        classes[:, :1] = target
+        if grads is not None:
+            assert grads.terms is not None
+            ids, value, terms = (t[tokens] for t in (grads.ids, grads.values, grads.terms))
+            count = torch.ones_like(value)
+            ctx.backend.sum_equal(ids, torch.ones_like(value), count)
+            ids = local_classes(ctx, ids)
+            is_left_out = (self._frequent.place[ids] >= 0) & (ids != target)
+            values[:, 1:] = torch.where(is_left_out, value / count, terms)
+            classes[:, 1:] = ids
+        classes.masked_fill_(classes < 0, ctx.vocab_size)
 
     def finish(self) -> None:
         """Compute dW and the gradient of the bias."""
@@ -325,7 +336,7 @@ class Sampled(Deferred):
             threshold.add_(logarithm).masked_fill_(targets == IGNORED, torch.inf)
             words = ctx.new((len(targets), row_words), torch.int32)
             ctx.compute_statistics(chunk, logits, Marks(threshold, of_rows.seeds, ctx.rows.first_class, words))
-            ctx.backend.list_entries(words[:, : len(omitted)], omitted, targets, of_rows)
+            ctx.backend.list_entries(words[:, : len(omitted)], omitted, of_rows)
             del words  # before the next ones are allocated
         if self.statistics.top_k is not None:
             self.statistics.top_k.forward(ctx)
