@@ -474,9 +474,8 @@ class Backend(Protocol):
         """
 
     def sampled_weight_gradient(
-        self, x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, frequent: Tensor, place: Tensor,
-        dense: Tensor, grad: Tensor, gradient_scale: Tensor | None, class_weight: Tensor | None,
-        subtracted: Tensor | None,
+        self, x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, place: Tensor, dense: Tensor,
+        grad: Tensor, gradient_scale: Tensor | None, class_weight: Tensor | None, subtracted: Tensor | None,
     ) -> None:  # fmt: skip
         """Add ``(dense[place] + sum of value * x[row]) / gradient_scale`` to `grad`, rounded once. Deterministic.
         With a `class_weight`, (V,), ``class_weight[class] * subtracted``, (H,), is subtracted. Without it, rows of
@@ -486,7 +485,6 @@ class Backend(Protocol):
             x: (rows, H).
             order: (entries,) int64, a stable sort of the entries by classes.
             bounds: (V + 1,) int64: class k has the entries [bounds[k], bounds[k + 1]) of this order.
-            frequent: (K,) int64 the classes of the rows of `dense`.
             place: (V,) or longer, int64: the row of `dense` of each class, or -1.
             dense: (K, H) of the accumulation dtype; grad: (V, H) of any dtype.
         """

@@ -301,10 +301,10 @@ class CountingBackend:
         self.add_pass(x, *([] if dense is None else [dense, dense]))
 
     def sampled_weight_gradient(self, x: Tensor, *args: Any) -> None:
-        grad = args[6]
+        dense, grad = args[4:6]
         self._gather(len(x), x)
         self.add_pass(grad)
-        self.add_torch_scratch(sampling.temporary_bytes(grad.shape[1], len(grad)))
+        self.add_torch_scratch(sampling.temporary_bytes(grad.shape[1], len(grad) + len(dense)))
 
     def _gather(self, rows: int, table: Tensor) -> None:
         """Count the rows of a table that the entries of some tokens read."""

@@ -48,8 +48,6 @@ MARK_ROWS, MARK_COLS, WORDS = 16, 256, 1024
 # program. Loads of whole vectors, and of the next steps before they are needed, take half of the time (H200).
 STEP_BYTES, MAX_ENTRIES = 16 << 10, 8
 WEIGHT_COLS, WEIGHT_ENTRIES = 2048, 2
-# Entries of a row that is computed before shorter ones.
-LONG_ROW = 512
 
 
 @triton.jit
@@ -221,16 +219,10 @@ def gradient_kernel(
     ENTRIES: tl.constexpr,
     HIDDEN: tl.constexpr,
     STAGES: tl.constexpr,
-    LONG_ROW: tl.constexpr,
 ):
     sample_below = tl.full((), sample_below, ACCUM)
-    # Rows with many entries begin first, so that none of them is left at the end.
-    num_rows = tl.num_programs(0) // 2
-    is_first = tl.program_id(0) < num_rows
-    row = (tl.program_id(0) % num_rows).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     first, stop = tl.load(bounds_ptr + row), tl.load(bounds_ptr + row + 1)
-    if (stop - first >= LONG_ROW) != is_first:
-        return
     column = tl.arange(0, HIDDEN)
     in_bounds = column < hidden
     x = tl.load(x_ptr + row * x_stride + column.to(tl.int64) * x_col_stride, mask=in_bounds, other=0.0).to(ACCUM)
@@ -295,7 +287,6 @@ def gradient_kernel(
 @triton.jit
 def weight_gradient_kernel(
     x_ptr,  # (N, hidden)
-    frequent_ptr,  # (num_frequent,) int64
     place_ptr,  # (V,) int64, -1: not frequent
     bounds_ptr,  # (V + 1,) int64
     order_ptr,  # (entries,) int64
@@ -311,22 +302,18 @@ def weight_gradient_kernel(
     grad_stride,
     grad_col_stride,
     hidden,
-    num_frequent,
     ACCUM: tl.constexpr,
     ENTRIES: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    # Frequent classes, with the longest sums, begin first.
-    place = tl.program_id(0).to(tl.int64)
-    is_frequent = place < num_frequent
-    c = tl.where(is_frequent, tl.load(frequent_ptr + place, mask=is_frequent, other=0), place - num_frequent)
+    c = tl.program_id(0).to(tl.int64)
+    place = tl.load(place_ptr + c)
     first, stop = tl.load(bounds_ptr + c), tl.load(bounds_ptr + c + 1)
-    is_left_out = (first == stop) & (class_weight_ptr is None)
-    if (place >= num_frequent) & (is_left_out | (tl.load(place_ptr + c) >= 0)):
+    if (place < 0) & (first == stop) & (class_weight_ptr is None):
         return
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)
     mask = column < hidden
-    total = tl.load(dense_ptr + place * hidden + column, mask=mask & is_frequent, other=0.0).to(ACCUM)
+    total = tl.load(dense_ptr + place * hidden + column, mask=mask & (place >= 0), other=0.0).to(ACCUM)
     for start in range(first, stop, ENTRIES):
         number = start + tl.arange(0, ENTRIES)
         exists = number < stop
@@ -378,13 +365,13 @@ def sampled_gradient(
     hidden, accum = triton.next_power_of_2(x.shape[1]), accumulation_dtype(x.dtype)
     entries = max(1, min(MAX_ENTRIES, STEP_BYTES // (hidden * x.element_size())))
     options = {
-        "LONG_ROW": LONG_ROW, "ONLY_LOGITS": only_logits,
+        "ONLY_LOGITS": only_logits,
         "ACCUM": tl.float64 if accum == torch.float64 else tl.float32, "ENTRIES": entries, "HIDDEN": hidden,
         "STAGES": 2 if entries == MAX_ENTRIES else 3,
         **thread_options(x.device, min(16, max(4, hidden * accum.itemsize >> 12))),
     }  # fmt: skip
     yield build_launch(
-        gradient_kernel, (2 * len(x),), call, options,
+        gradient_kernel, (len(x),), call, options,
         leaves_out=_LEFT_OUT, x=x, weight=weight, bounds=samples.bounds, seeds=samples.seeds, classes=samples.classes,
         logits=out.logits, dense=dense, index=index, gradient_scale=gradient_scale, grad=grad, entry_rows=out.rows,
         entry_values=out.values, entry_classes=out.classes, num_listed=out.num_listed,
@@ -394,17 +381,16 @@ def sampled_gradient(
 
 
 def sampled_weight_gradient(
-    x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, frequent: Tensor, place: Tensor, dense: Tensor,
-    grad: Tensor, gradient_scale: Tensor | None, class_weight: Tensor | None, subtracted: Tensor | None,
+    x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, place: Tensor, dense: Tensor, grad: Tensor,
+    gradient_scale: Tensor | None, class_weight: Tensor | None, subtracted: Tensor | None,
 ) -> Iterator[Launch]:  # fmt: skip
     cols = min(WEIGHT_COLS, triton.next_power_of_2(x.shape[1]))
     accum = tl.float64 if dense.dtype == torch.float64 else tl.float32
     yield build_launch(
-        weight_gradient_kernel, (len(frequent) + len(grad), triton.cdiv(x.shape[1], cols)), None,
+        weight_gradient_kernel, (len(grad), triton.cdiv(x.shape[1], cols)), None,
         {"ACCUM": accum, "ENTRIES": WEIGHT_ENTRIES, "COLS": cols, **thread_options(x.device, max(1, cols // 512))},
-        x=x, frequent=frequent, place=place, num_frequent=len(frequent), bounds=bounds, order=order,
-        entry_rows=entries.rows, entry_values=entries.values, dense=dense, gradient_scale=gradient_scale,
-        class_weight=class_weight, subtracted=subtracted, grad=grad, hidden=x.shape[1],
+        x=x, place=place, bounds=bounds, order=order, entry_rows=entries.rows, entry_values=entries.values, dense=dense,
+        gradient_scale=gradient_scale, class_weight=class_weight, subtracted=subtracted, grad=grad, hidden=x.shape[1],
     )  # fmt: skip
 
 

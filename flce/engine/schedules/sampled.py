@@ -202,7 +202,8 @@ class SampledGradients:
         self._entries.classes.fill_(ctx.vocab_size)
 
     def add_frequent(self, tokens: slice) -> None:
-        """Compute the share of frequent classes in dX of some rows, and add the rows to their share of dW."""
+        """Compute the share of frequent classes in dX of some rows, and add the rows to their share of dW. The entries
+        of targets and candidates are computed here, too, because the host does not wait before."""
         ctx, xs, frequent = self._context, self._context.term_inputs(tokens), self._frequent
         call, dlogits, smoothing = ctx.gradient_call(tokens), frequent.compute_gradient(tokens, self._tile), None
         if self._class_weight is not None:
@@ -218,14 +219,15 @@ class SampledGradients:
             ctx.matmul(dlogits, frequent.weights[k], out=self._dense_dx[k])
             if smoothing is not None:
                 self._dense_dx[k].addr_(smoothing, self._weighted_rows[k], alpha=-1.0)
+        self._exact = self._exact_entries(call, tokens)
 
     def add_entries(self, tokens: slice) -> None:
         """Write dX of some rows, and the values of their entries."""
         ctx, xs, index = self._context, self._context.term_inputs(tokens), self._context.selection.index
         index = None if index is None else index[tokens]
-        call = ctx.gradient_call(tokens)
-        rows = call, self._samples.select_rows(tokens), tokens.start, index, self._entries
-        self._add_exact(call, tokens, index)
+        rows = ctx.gradient_call(tokens), self._samples.select_rows(tokens), tokens.start, index, self._entries
+        for memory, exact in zip(self._entries[:3], self._exact, strict=True):
+            self._entries.exact(memory)[tokens] = exact
         if self._entries.logits is not None:
             for x, term in zip(xs, ctx.terms, strict=True):
                 ctx.backend.sampled_gradient(x, term.weight, *rows, None, None, None, True)
@@ -237,28 +239,26 @@ class SampledGradients:
                 dense = self._dense_dx.pop(k, None)
                 ctx.backend.sampled_gradient(x, term.weight, *rows, dense, grad, ctx.gradient_scale, False)
 
-    def _add_exact(self, call: GradientCall, tokens: slice, index: Tensor | None) -> None:
-        """Write the entries of targets and candidates of some rows. Other entries and targets have the share of the
-        softmax; for candidates that are frequent `FrequentClasses.compute_gradient` left it out. index: the rows of the
-        call."""
-        ctx, grads, target = self._context, self._context.candidate_grads, slice_columns(self._target, tokens)[:, None]
-        rows, values, classes = (self._entries.exact(memory)[tokens] for memory in self._entries[:3])
-        rows.copy_((torch.arange(tokens.start, tokens.stop, device=rows.device) if index is None else index)[:, None])
+    def _exact_entries(self, call: GradientCall, tokens: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows, values and classes of the entries of targets and candidates of some rows. Other entries and
+        targets have the share of the softmax; for candidates that are frequent `FrequentClasses.compute_gradient` left
+        it out."""
+        ctx, index, grads = self._context, self._context.selection.index, self._context.candidate_grads
         logprob, factors = call.normalizer[LOGPROB], call.row_gradient
-        z = (logprob + log_sum_exp(call.normalizer))[:, None]
+        ids, z = slice_columns(self._target, tokens)[:, None], (logprob + log_sum_exp(call.normalizer))[:, None]
         of_target = softmax_minus_target(softmax_factor_with_entropy(factors, logprob), factors[TARGET], logprob)
-        values[:, :1] = of_target[:, None] * call.spec.jacobian(z, call.inputs.inverse_temperature)
-        classes[:, :1] = target
+        values = of_target[:, None] * call.spec.jacobian(z, call.inputs.inverse_temperature)
         if grads is not None:
             assert grads.terms is not None
-            ids, value, terms = (t[tokens] for t in (grads.ids, grads.values, grads.terms))
+            candidates, value, terms = (t[tokens] for t in (grads.ids, grads.values, grads.terms))
             count = torch.ones_like(value)
-            ctx.backend.sum_equal(ids, torch.ones_like(value), count)
-            ids = local_classes(ctx, ids)
-            is_left_out = (self._frequent.place[ids] >= 0) & (ids != target)
-            values[:, 1:] = torch.where(is_left_out, value / count, terms)
-            classes[:, 1:] = ids
-        classes.masked_fill_(classes < 0, ctx.vocab_size)
+            ctx.backend.sum_equal(candidates, torch.ones_like(value), count)
+            candidates = local_classes(ctx, candidates)
+            is_left_out = (self._frequent.place[candidates] >= 0) & (candidates != ids)
+            values = torch.cat((values, torch.where(is_left_out, value / count, terms)), 1)
+            ids = torch.cat((ids, candidates), 1)
+        rows = torch.arange(tokens.start, tokens.stop, device=ids.device) if index is None else index[tokens]
+        return rows[:, None], values, ids.masked_fill(ids < 0, ctx.vocab_size)
 
     def finish(self) -> None:
         """Compute dW and the gradient of the bias."""
@@ -279,8 +279,8 @@ class SampledGradients:
                 x, scale = ctx.terms[k].input, ctx.gradient_scale
                 grad = targets[k] if k in targets else ctx.dw_memory(k).zero_()
             ctx.backend.sampled_weight_gradient(
-                x, entries, order, bounds, self._frequent.ids, self._frequent.place, dense, grad, scale,
-                self._class_weight, self._sums_of_rows.get(k),
+                x, entries, order, bounds, self._frequent.place, dense, grad, scale, self._class_weight,
+                self._sums_of_rows.get(k),
             )  # fmt: skip
 
 
