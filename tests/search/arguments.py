@@ -168,9 +168,7 @@ def backend(name: str) -> Iterator[None]:
         patch.setenv("FLCE_BACKEND", "torch" if name in OF_PYTORCH else "triton")
         if name == "blocks":
             from flce.backends import triton
-            from flce.backends.triton import entries
 
-            patch.setattr(entries, "LONG_ROW", 100)  # Some rows of sampled gradients are shorter.
             launch_size = triton._launch_size  # A lane has at most one column of the edges of a row.
             patch.setattr(
                 triton,
