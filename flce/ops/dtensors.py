@@ -342,9 +342,10 @@ def _global_mean(call: dict[str, Any], layout: _Layout) -> dict[str, Any]:
     vocab_size = call["vocab_size"] or len(call["linear_weight"])
     if weight is not None and weight.shape != (vocab_size,):
         raise ValueError(f"weight must have shape {(vocab_size,)}, all classes, got {tuple(weight.shape)}")
+    # `long`: the function checks the dtype of targets after this, and int32 would be compared modulo 2^32.
+    target = target.long()
     valid = target != (-100 if call["ignore_index"] is None else call["ignore_index"])
-    # `long`: the function checks the dtype of targets after this.
-    counted = valid if weight is None else valid * weight.detach()[target.clamp(0, len(weight) - 1).long()]
+    counted = valid if weight is None else valid * weight.detach()[target.clamp(0, len(weight) - 1)]
     count = counted.sum(dtype=accumulation_dtype(call["input"].dtype))
     return {"reduction": "sum", "num_items": layout.sum(count)}
 
@@ -484,7 +485,8 @@ def global_num_items(
         if tensor.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"labels must be int64 or int32, got {tensor.dtype}")
     shift, ignore_index = check_shift(shift, tensors[0]), check_int("ignore_index", ignore_index)
-    count = sum((tensor[..., shift:] != ignore_index).sum() for tensor in tensors)
+    # `long`: PyTorch compares int32 with a number modulo 2^32.
+    count = sum((tensor[..., shift:].long() != ignore_index).sum() for tensor in tensors)
     assert isinstance(count, Tensor)
     if group is not None:
         check_group(group)

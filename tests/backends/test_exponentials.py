@@ -69,14 +69,16 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_factors_of_targets_keep_their_digits(device: torch.device) -> None:
+@pytest.mark.parametrize("ignore_index", [-100, 2**32 + 5])  # the second is the target modulo 2^32
+def test_factors_of_targets_keep_their_digits(ignore_index: int, device: torch.device) -> None:
     """In the product for the weight's gradient, terms of one class may cancel."""
     x = torch.ones(2, 64, dtype=torch.bfloat16, device=device)
     x[1] = -1
     factor = torch.tensor([1 / 3, 1 / 3 + 2.0**-11], device=device)
     exps, grad = x.new_zeros(2, 256), x.new_empty(256, 64)
-    terms = TargetTerms(x, None, torch.tensor([5, 5], device=device), factor, -100)
-    get_backend(device).weight_gradient(grad, [exps], torch.zeros_like(x), torch.empty_like(x), terms)
+    terms = TargetTerms(x, None, torch.tensor([5, 5], device=device), factor, ignore_index)
+    residual = torch.full_like(x, torch.nan)
+    get_backend(device).weight_gradient(grad, [exps], torch.zeros_like(x), residual, terms)
     expected = torch.zeros(256, 64, dtype=torch.float64, device=device)
     expected[5] = -(2.0**-11)
     assert relative_error(grad, expected) < 2 * ULP

@@ -99,6 +99,7 @@ def test_number_of_labels_without_processes() -> None:
     assert flce.global_num_items(labels).item() == 4
     assert flce.global_num_items(labels, shift=1).item() == 2
     assert flce.global_num_items([labels, labels[:1]], ignore_index=2).item() == 7
+    assert flce.global_num_items(labels.int(), ignore_index=2**32 + 2).item() == labels.numel()
     wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ("labels", {}, TypeError, "labels must be a Tensor, got str"),
         ([], {}, ValueError, "labels must have at least one tensor"),

@@ -122,7 +122,7 @@ def weight_gradient_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "first_class", "classes", "ignore_index"],
+    do_not_specialize=["rows", "first_class", "classes"],
     do_not_specialize_on_alignment=["factor_ptr"],  # the second row of a matrix whose rows have any length
 )
 def add_to_targets_kernel(
@@ -139,7 +139,6 @@ def add_to_targets_kernel(
     hidden,
     first_class,
     classes,
-    ignore_index,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
@@ -150,7 +149,7 @@ def add_to_targets_kernel(
     target = tl.load(target_ptr + first)
     before = tl.load(target_ptr + first - 1, mask=first > 0, other=-1)
     place = target.to(tl.int64) - first_class
-    if (target != before) & (place >= 0) & (place < classes) & (target != ignore_index):
+    if (target != before) & (place >= 0) & (place < classes):
         stop = first + 1
         found = SCAN
         while found == SCAN:
@@ -185,17 +184,18 @@ class SortedTargets(NamedTuple):
     """Rows of x in the order of their targets: arguments of `add_to_targets_kernel`, by name."""
 
     x: Tensor  # (N, H)
-    target: Tensor  # (rows,) int32, ascending; -1 or V for targets that are not a class
+    target: Tensor  # (rows,) int32, ascending; -1 or V for ignored rows and targets that are not a class
     row: Tensor  # (rows,) index into x
     order: Tensor  # (rows,) index into factor
     factor: Tensor  # (rows,) factor of the row of x
-    ignore_index: int
 
     @staticmethod
     def from_terms(terms: TargetTerms, vocab_size: int) -> SortedTargets:
-        ascending, order = terms.target.clamp(-1, vocab_size).int().sort()  # sorting int32 costs half of int64
+        # In int64: an `ignore_index` may be 2^32 more than a class.
+        target = terms.target.masked_fill(terms.target == terms.ignore_index, -1)
+        ascending, order = target.clamp(-1, vocab_size).int().sort()  # sorting int32 costs half of int64
         row = order if terms.index is None else terms.index[order]
-        return SortedTargets(terms.x, ascending, row, order, terms.factor, terms.ignore_index)
+        return SortedTargets(terms.x, ascending, row, order, terms.factor)
 
 
 def weight_gradient(grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, terms: TargetTerms) -> None:
@@ -203,8 +203,7 @@ def weight_gradient(grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residu
     target, vocab_size = targets.target, grad.shape[0]
     # The position of the last row of each target, and -1 for other classes.
     slots = torch.full((vocab_size,), -1, dtype=torch.int32, device=grad.device)
-    has_slot = is_class(target, vocab_size) & (target != targets.ignore_index)
-    positions = torch.arange(len(target), dtype=torch.int32, device=grad.device).where(has_slot, -1)
+    positions = torch.arange(len(target), dtype=torch.int32, device=grad.device).where(is_class(target, vocab_size), -1)
     slots.scatter_reduce_(0, target.clamp(0, vocab_size - 1).long(), positions, "amax")
     run(_weight_gradients, grad, exps, scaled, residual, targets, slots)
 
