@@ -31,7 +31,7 @@ from flce.backends.contract import FUSED_PRODUCT_FIELDS
 from flce.core.devices import KNOWN_KINDS, device_record
 from flce.core.problem import LogprobSpec, LossSpec, Needs
 from flce.engine.case import Case
-from flce.engine.schedules.gradients import Blocks, Chunks, DeferredChunks, SeparatePasses
+from flce.engine.schedules.gradients import Blocks, Chunks, ChunksOfBlocks, DeferredChunks, SeparatePasses
 from flce.engine.schedules.schedule import Schedule
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning import search
@@ -119,6 +119,24 @@ def test_a_plan_has_the_requested_chunk_rows(arguments: Any, rows: int, strategy
     plan = flce.plan(**arguments, options=flce.ChunkOptions(strategy=strategy, chunk_rows=rows))
     if arguments["num_tokens"] and (arguments["input_grad"] or arguments["weight_grad"] or arguments["bias_grad"]):
         assert plan.schedule.tile_sizes(plan.case)[0] == min(rows, arguments["num_tokens"])
+
+
+@pytest.mark.parametrize("budget", [80_000, 200_000])
+@pytest.mark.parametrize("weight_grad", [False, True])
+def test_sums_of_dx_have_at_most_the_requested_rows(weight_grad: bool, budget: int) -> None:
+    options = flce.ChunkOptions(chunk_rows=16, max_workspace_bytes=budget)
+    plan = flce.plan(1000, 256, 8000, torch.float32, device="cpu", weight_grad=weight_grad, options=options)
+    of_dx = plan.schedule.dx_schedule if isinstance(plan.schedule, SeparatePasses) else plan.schedule
+    assert isinstance(of_dx, ChunksOfBlocks)
+    assert of_dx.rows <= 16
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_a_budget_keeps_the_requested_chunk_rows(rows: int) -> None:
+    options = flce.ChunkOptions(strategy="tokens", chunk_rows=rows, max_workspace_bytes=2 * MIB)
+    plan = flce.plan(1000, 1024, 50257, torch.bfloat16, device="cuda", device_kind="h100", options=options)
+    assert isinstance(plan.schedule, Recomputed)
+    assert plan.schedule.tile_sizes(plan.case)[0] == rows
 
 
 @settings(max_examples=4 * EXAMPLES)

@@ -149,7 +149,7 @@ class ChunksOfBlocks(Deferred):
     @classmethod
     def sizes(cls, c: Case) -> range:
         frozen = any(c.needs.inputs) and not any(c.needs.weights) and not c.needs.bias
-        return sizes_up_to(c.num_tokens) if frozen else NO_SIZES
+        return sizes_up_to(c.chunk_rows) if frozen else NO_SIZES
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> ChunksOfBlocks:
@@ -180,7 +180,7 @@ class SeparatePasses(Deferred):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        return sizes_up_to(c.num_tokens) if any(c.needs.inputs) and (any(c.needs.weights) or c.needs.bias) else NO_SIZES
+        return sizes_up_to(c.chunk_rows) if any(c.needs.inputs) and (any(c.needs.weights) or c.needs.bias) else NO_SIZES
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> SeparatePasses:
