@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -77,7 +78,11 @@ def refusal(name: str, is_odd: bool, local: split_head.LocalShare, options: flce
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         given[name] = value + 1 if is_number else None if isinstance(value, Tensor) or value else "wrong"
     try:
-        with SETTINGS[name]() if is_odd and name in SETTINGS else contextlib.nullcontext():
+        with (
+            SETTINGS[name]() if is_odd and name in SETTINGS else contextlib.nullcontext(),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setenv("FLCE_DEBUG", "1")  # Without it a GPU's processes compare nothing.
             FUNCTION(**given)
     except ValueError as error:
         return None if "given different arguments" in str(error) else f"{name}: {error}"
