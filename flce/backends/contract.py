@@ -358,20 +358,22 @@ class Samples(NamedTuple):
 
 
 class SampledEntries(NamedTuple):
-    """The values of a list of entries, in its order."""
+    """The values of a list of entries, in its order, and behind them exact entries of all rows."""
 
     rows: Tensor  # (entries,) int32 rows of the call
     values: Tensor  # (entries,) of the accumulation dtype, 0 for entries that were dropped
     classes: Tensor  # (entries,) int32; V for entries that were dropped
-    logits: Tensor | None  # (num_listed,) of all terms; None: of the only term, not stored
-    num_listed: int  # the size of the list; behind it are the exact entries of each row: its target and candidates
-    num_exact: int  # of a row
+    logits: Tensor | None  # (entries,) of all terms; None: of the only term, not stored
     first_class: int  # see `Marks`
     sample_below: float
 
-    def exact(self, memory: Tensor) -> Tensor:
-        """Return the part of a field that belongs to the exact entries of the selected rows, (rows, num_exact)."""
-        return memory[self.num_listed :].unflatten(0, (-1, self.num_exact))
+
+class ExactEntries(NamedTuple):
+    """Entries of some rows that are not sampled: their target and candidates."""
+
+    rows: Tensor  # (rows, 1) int64 rows of the call
+    values: Tensor  # (rows, K)
+    classes: Tensor  # (rows, K) int64; V for none
 
 
 def num_frequent(vocab_size: int) -> int:
@@ -453,7 +455,7 @@ class Backend(Protocol):
         """
 
     def sampled_gradient(
-        self, x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, index: Tensor | None,
+        self, x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, exact: ExactEntries,
         out: SampledEntries, dense: Tensor | None, grad: Tensor | None, gradient_scale: Tensor | None,
         only_logits: bool,
     ) -> None:  # fmt: skip
@@ -465,11 +467,11 @@ class Backend(Protocol):
         Args:
             x: (rows, H); weight: (V, H).
             call: of all classes, with `row_gradient`.
-            samples: of these rows, the first of which is `first_row` of all selected rows.
-            index: (rows,) the rows of the call, for `grad` and ``out.rows``; None: in `grad` these rows.
-            out: of all rows. dX includes the exact entries of these rows.
+            samples, exact: of these rows.
+            out: of all rows.
             dense: (rows, H) added to dX; None: 0.
-            grad: ``grad[index] = (dense + sum of value * weight[class]) / gradient_scale``; None: not requested.
+            grad: (N, H) ``grad[exact.rows] = (dense + sum of value * weight[class]) / gradient_scale``, the sum over
+                all entries; None: not requested.
             only_logits: add ``x[row] @ weight[class]`` of each entry to ``out.logits``, and write nothing else.
         """
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flce.backends.contract import WORD_CLASSES, GradientCall, SampledEntries, Samples
+from flce.backends.contract import WORD_CLASSES, ExactEntries, GradientCall, SampledEntries, Samples
 from flce.backends.formulas import softmax_factor_with_entropy
 from flce.core.problem import accumulation_dtype
 
@@ -83,9 +83,8 @@ def _entry_slabs(samples: Samples) -> Iterator[tuple[slice, Tensor, Tensor]]:
 
 
 def sampled_gradient(
-    x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, index: Tensor | None,
-    out: SampledEntries, dense: Tensor | None, grad: Tensor | None, gradient_scale: Tensor | None,
-    only_logits: bool,
+    x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, exact: ExactEntries, out: SampledEntries,
+    dense: Tensor | None, grad: Tensor | None, gradient_scale: Tensor | None, only_logits: bool,
 ) -> None:  # fmt: skip
     accum, inputs = accumulation_dtype(x.dtype), call.inputs
     dx = x.new_zeros(x.shape, dtype=accum) if dense is None else dense
@@ -106,21 +105,17 @@ def sampled_gradient(
         is_kept &= classes != inputs.target[rows]
         g = p.clamp(min=out.sample_below) * softmax_factor_with_entropy(factors, logprob)
         values = (g[:, None] * jacobian)[:, 0].masked_fill_(~is_kept, 0.0)
-        out.rows[part] = (rows + first_row if index is None else index[rows]).to(torch.int32)
+        out.rows[part] = exact.rows[rows, 0].to(torch.int32)
         out.values[part] = values
         out.classes[part] = torch.where(is_kept, classes, len(weight)).to(torch.int32)
         dx.index_add_(0, rows, w.mul_(values[:, None]))
     if grad is None:
         return
-    exact_classes, exact_values = (out.exact(t)[first_row : first_row + len(x)] for t in (out.classes, out.values))
-    for ids, value in zip(exact_classes.t(), exact_values.t(), strict=True):
+    for ids, value in zip(exact.classes.t(), exact.values.t(), strict=True):
         valid = ids < len(weight)
         dx.addcmul_(weight[ids.where(valid, 0)].to(accum), value.where(valid, 0.0)[:, None])
     dx = dx if gradient_scale is None else dx / gradient_scale
-    if index is None:
-        grad.copy_(dx)
-    else:
-        grad.index_copy_(0, index, dx.to(grad.dtype))
+    grad.index_copy_(0, exact.rows[:, 0], dx.to(grad.dtype))
 
 
 def sampled_weight_gradient(

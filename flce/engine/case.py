@@ -280,9 +280,10 @@ class Case:
 
     def equal_chunk_rows(self, rows: int) -> int:
         """Return the number of tokens of a chunk, at most `rows`, so that chunks have about equal lengths."""
-        if self.options.chunk_rows is not None:
+        if self.num_tokens <= rows or rows < ROW_MULTIPLE or self.options.chunk_rows is not None:
             return max(1, min(self.num_tokens, rows))
-        return equal_rows(self.num_tokens, rows)
+        equal = ceil_div(self.num_tokens, ceil_div(self.num_tokens, rows))
+        return min(rows, ceil_div(equal, ROW_MULTIPLE) * ROW_MULTIPLE)
 
     def statistics_tile_size(self, rows: int, cols: int, in_registers: bool) -> tuple[int, int]:
         """Return the numbers of tokens and classes of a tile for statistics. `rows`, `cols`: of a tile for gradients;
@@ -344,14 +345,6 @@ def select_needed(sizes: tuple[int, ...], needed: tuple[bool, ...]) -> list[int]
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def equal_rows(num_rows: int, rows: int) -> int:
-    """Return the number of rows of a chunk, at most `rows`, so that chunks of `num_rows` have about equal lengths."""
-    if num_rows <= rows or rows < ROW_MULTIPLE:
-        return max(1, min(num_rows, rows))
-    equal = ceil_div(num_rows, ceil_div(num_rows, rows))
-    return min(rows, ceil_div(equal, ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
 def dtype_text(dtype: torch.dtype) -> str:

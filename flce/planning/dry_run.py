@@ -294,8 +294,7 @@ class CountingBackend:
         self.add_torch_scratch(row_bytes * eager.slab_rows(self.case.device_type, rows, row_bytes, 1))
 
     def sampled_gradient(
-        self, x: Tensor, weight: Tensor, call: Any, samples: Any, first_row: int, index: Any, out: Any,
-        dense: Tensor | None, *args: Any,
+        self, x: Tensor, weight: Tensor, call: Any, samples: Any, exact: Any, out: Any, dense: Tensor | None, *args: Any
     ) -> None:  # fmt: skip
         self._gather(len(x), weight)
         self.add_pass(x, *([] if dense is None else [dense, dense]))

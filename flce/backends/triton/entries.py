@@ -18,6 +18,7 @@ from flce.backends import sampling
 from flce.backends.contract import (
     LEAST_LOGPROB,
     WORD_CLASSES,
+    ExactEntries,
     GradientCall,
     Marks,
     SampledEntries,
@@ -169,9 +170,7 @@ def entry_rows(
     do_not_specialize=[
         "normalizer_stride",
         "row_gradient_stride",
-        "num_listed",
         "num_exact",
-        "first_row",
         "first_class",
         "vocab_size",
     ]
@@ -189,12 +188,14 @@ def gradient_kernel(
     classes_ptr,  # (entries,) int32
     logits_ptr,  # (entries,); with ONLY_LOGITS the logits are added, and nothing else is written
     dense_ptr,  # (rows, hidden), contiguous
-    index_ptr,  # (rows,) int64
+    place_ptr,  # (rows,) int64: rows of the call
+    exact_values_ptr,  # (rows, num_exact), contiguous
+    exact_classes_ptr,  # (rows, num_exact) int64, contiguous
     gradient_scale_ptr,  # ()
     grad_ptr,  # (N, hidden)
     entry_rows_ptr,  # (entries,) int32 output
-    entry_values_ptr,  # (entries,) output; from num_listed on input: num_exact of each row
-    entry_classes_ptr,  # (entries,) int32 output; from num_listed on input
+    entry_values_ptr,  # (entries,) output
+    entry_classes_ptr,  # (entries,) int32 output
     x_stride,
     x_col_stride,
     weight_stride,
@@ -202,9 +203,7 @@ def gradient_kernel(
     grad_stride,
     normalizer_stride,
     row_gradient_stride,
-    num_listed,
     num_exact,
-    first_row,
     first_class,
     vocab_size,
     hidden,
@@ -233,9 +232,7 @@ def gradient_kernel(
     softmax_factor, _target_factor, _classes_factor, entropy_factor = load_row_gradient(
         row_gradient_ptr, row_gradient_stride, row, None, HAS_ENTROPY_GRADIENT, False
     )
-    place = row + first_row
-    if index_ptr is not None:
-        place = tl.load(index_ptr + row)
+    place = tl.load(place_ptr + row)
 
     total = tl.zeros((HIDDEN,), ACCUM)
     if dense_ptr is not None:
@@ -267,20 +264,15 @@ def gradient_kernel(
             tl.store(entry_values_ptr + entry, value, mask=exists)
             tl.store(entry_classes_ptr + entry, tl.where(is_kept, classes, vocab_size).to(tl.int32), mask=exists)
     if grad_ptr is not None:
-        first = num_listed + (row + first_row) * num_exact
         for start in range(0, num_exact, ENTRIES):
             number = start + tl.arange(0, ENTRIES)
-            classes = tl.load(entry_classes_ptr + first + number, mask=number < num_exact, other=vocab_size)
+            classes = tl.load(exact_classes_ptr + row * num_exact + number, mask=number < num_exact, other=vocab_size)
             exists = classes < vocab_size
-            values = tl.load(entry_values_ptr + first + number, mask=exists, other=0.0)
-            rows = entry_rows(
-                weight_ptr, classes.to(tl.int64), exists, weight_stride, weight_col_stride, hidden, HIDDEN, ACCUM
-            )
+            values = tl.load(exact_values_ptr + row * num_exact + number, mask=exists, other=0.0)
+            rows = entry_rows(weight_ptr, classes, exists, weight_stride, weight_col_stride, hidden, HIDDEN, ACCUM)
             total += tl.sum(rows * values[:, None], axis=0)
         if gradient_scale_ptr is not None:
             total /= tl.load(gradient_scale_ptr).to(ACCUM)
-        if index_ptr is None:
-            place = row
         tl.store(grad_ptr + place * grad_stride + column, total.to(grad_ptr.dtype.element_ty), mask=in_bounds)
 
 
@@ -357,9 +349,8 @@ def _list_entries(words: Tensor, omitted: Tensor, bounds: Tensor, classes: Tenso
 
 
 def sampled_gradient(
-    x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, index: Tensor | None,
-    out: SampledEntries, dense: Tensor | None, grad: Tensor | None, gradient_scale: Tensor | None,
-    only_logits: bool,
+    x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, exact: ExactEntries, out: SampledEntries,
+    dense: Tensor | None, grad: Tensor | None, gradient_scale: Tensor | None, only_logits: bool,
 ) -> Iterator[Launch]:  # fmt: skip
     # A program has a row of x and some rows of W in registers.
     hidden, accum = triton.next_power_of_2(x.shape[1]), accumulation_dtype(x.dtype)
@@ -373,9 +364,9 @@ def sampled_gradient(
     yield build_launch(
         gradient_kernel, (len(x),), call, options,
         leaves_out=_LEFT_OUT, x=x, weight=weight, bounds=samples.bounds, seeds=samples.seeds, classes=samples.classes,
-        logits=out.logits, dense=dense, index=index, gradient_scale=gradient_scale, grad=grad, entry_rows=out.rows,
-        entry_values=out.values, entry_classes=out.classes, num_listed=out.num_listed,
-        num_exact=out.num_exact, first_row=first_row, first_class=out.first_class, hidden=x.shape[1],
+        logits=out.logits, dense=dense, place=exact.rows, exact_values=exact.values, exact_classes=exact.classes,
+        gradient_scale=gradient_scale, grad=grad, entry_rows=out.rows, entry_values=out.values,
+        entry_classes=out.classes, num_exact=exact.values.shape[1], first_class=out.first_class, hidden=x.shape[1],
         sample_below=out.sample_below,
     )  # fmt: skip
 

@@ -121,17 +121,13 @@ def weight_gradient_kernel(
             _store_residuals(residual, residual_ptr, slot, col_start + tl.arange(0, COLS), hidden, INTERPRETED)
 
 
-@triton.jit(
-    do_not_specialize=["rows", "first_class", "classes"],
-    do_not_specialize_on_alignment=["factor_ptr"],  # the second row of a matrix whose rows have any length
-)
+@triton.jit(do_not_specialize=["rows", "first_class", "classes"])
 def add_to_targets_kernel(
     grad_ptr,  # (classes, hidden), contiguous: the sums, of the classes from first_class on
     x_ptr,  # (N, hidden), strides x_stride and x_col_stride
     target_ptr,  # (rows,) int32, ascending
     row_ptr,  # (rows,) int64: rows of x, in the order of target_ptr
-    order_ptr,  # (rows,) int64: indices of factor_ptr, in the order of target_ptr
-    factor_ptr,  # (rows,)
+    factor_ptr,  # (rows,) in the order of target_ptr
     residual_ptr,  # (rows, hidden), contiguous: what rounding has removed from each target, at its last row
     x_stride,
     x_col_stride,
@@ -167,8 +163,7 @@ def add_to_targets_kernel(
         for start in range(first, stop, ROWS):
             number = start + tl.arange(0, ROWS)
             row = tl.load(row_ptr + number, mask=number < stop, other=0)
-            index = tl.load(order_ptr + number, mask=number < stop, other=0)
-            factor = tl.load(factor_ptr + index, mask=number < stop, other=0.0)
+            factor = tl.load(factor_ptr + number, mask=number < stop, other=0.0)
             both = (number < stop)[:, None] & mask[None, :]
             places = row[:, None] * x_stride + offsets[None, :].to(tl.int64) * x_col_stride
             x = tl.load(x_ptr + places, mask=both, other=0.0)
@@ -186,16 +181,15 @@ class SortedTargets(NamedTuple):
     x: Tensor  # (N, H)
     target: Tensor  # (rows,) int32, ascending; -1 or V for ignored rows and targets that are not a class
     row: Tensor  # (rows,) index into x
-    order: Tensor  # (rows,) index into factor
-    factor: Tensor  # (rows,) factor of the row of x
+    factor: Tensor  # (rows,) of the row of x
 
     @staticmethod
     def from_terms(terms: TargetTerms, vocab_size: int) -> SortedTargets:
         # In int64: an `ignore_index` may be 2^32 more than a class.
-        target = terms.target.masked_fill(terms.target == terms.ignore_index, -1)
-        ascending, order = target.clamp(-1, vocab_size).int().sort()  # sorting int32 costs half of int64
+        target = terms.target.masked_fill(terms.target == terms.ignore_index, -1).clamp_(-1, vocab_size).int()
+        ascending, order = target.sort()  # sorting int32 costs half of int64
         row = order if terms.index is None else terms.index[order]
-        return SortedTargets(terms.x, ascending, row, order, terms.factor)
+        return SortedTargets(terms.x, ascending, row, terms.factor[order])
 
 
 def weight_gradient(grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, terms: TargetTerms) -> None:

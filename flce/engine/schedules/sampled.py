@@ -30,19 +30,19 @@ from flce.backends.contract import (
     LOGPROB,
     TARGET,
     WORD_CLASSES,
+    ExactEntries,
     GradientCall,
     Marks,
     RowOutputs,
     SampledEntries,
     Samples,
     log_sum_exp,
-    num_frequent,
 )
 from flce.backends.formulas import softmax_factor_with_entropy, softmax_minus_target
 from flce.backends.sampling import IGNORED, NO_TARGET, pack_marks
-from flce.core.gemm import slice_columns, slice_rows
+from flce.core.gemm import slice_columns
 from flce.core.problem import LinearTerm
-from flce.engine.case import ROW_MULTIPLE, Case, ceil_div, equal_rows
+from flce.engine.case import ROW_MULTIPLE, Case, ceil_div
 from flce.engine.pass_context import CandidateGrads, GradientTile, PassContext
 from flce.engine.rows import Rows, Selection
 from flce.engine.schedules.gradients import Blocks
@@ -190,14 +190,14 @@ class SampledGradients:
         ctx, accum = self._context, self._context.normalizer.dtype
         # Few different sizes: launches of kernels are prepared once for a size.
         step = ceil_div(len(self._samples.classes), ENTRY_SIZES)
-        num_entries = ceil_div(num_entries, step) * step if step else 0
+        self._num_listed = num_entries = ceil_div(num_entries, step) * step if step else 0
         num_exact = 1 if ctx.candidate_grads is None else 1 + ctx.candidate_grads.ids.shape[1]
         size = num_entries + num_exact * ctx.selection.num_rows
         # With adapters the logits of the entries are a sum over the terms.
         logits = ctx.new((num_entries,), accum, zero=True) if len(ctx.terms) > 1 else None
         self._entries = SampledEntries(
-            ctx.new((size,), torch.int32), ctx.new((size,), accum), ctx.new((size,), torch.int32), logits, num_entries,
-            num_exact, ctx.rows.first_class, self._sample_below,
+            ctx.new((size,), torch.int32), ctx.new((size,), accum), ctx.new((size,), torch.int32), logits,
+            ctx.rows.first_class, self._sample_below,
         )  # fmt: skip
         self._entries.classes.fill_(ctx.vocab_size)
 
@@ -223,26 +223,22 @@ class SampledGradients:
 
     def add_entries(self, tokens: slice) -> None:
         """Write dX of some rows, and the values of their entries."""
-        ctx, xs, index = self._context, self._context.term_inputs(tokens), self._context.selection.index
-        index = None if index is None else index[tokens]
-        rows = ctx.gradient_call(tokens), self._samples.select_rows(tokens), tokens.start, index, self._entries
+        ctx, xs = self._context, self._context.term_inputs(tokens)
+        rows = ctx.gradient_call(tokens), self._samples.select_rows(tokens), self._exact, self._entries
         for memory, exact in zip(self._entries[:3], self._exact, strict=True):
-            self._entries.exact(memory)[tokens] = exact
+            memory[self._num_listed :].unflatten(0, (-1, self._exact.values.shape[1]))[tokens] = exact
         if self._entries.logits is not None:
             for x, term in zip(xs, ctx.terms, strict=True):
                 ctx.backend.sampled_gradient(x, term.weight, *rows, None, None, None, True)
         for k, (x, term) in enumerate(zip(xs, ctx.terms, strict=True)):
-            grad: Tensor | None = None
-            if k in ctx.dx_terms:
-                grad = slice_rows(ctx.dx_memory(k), tokens) if index is None else ctx.dx_memory(k)
+            grad = ctx.dx_memory(k) if k in ctx.dx_terms else None
             if k == 0 or grad is not None:
                 dense = self._dense_dx.pop(k, None)
                 ctx.backend.sampled_gradient(x, term.weight, *rows, dense, grad, ctx.gradient_scale, False)
 
-    def _exact_entries(self, call: GradientCall, tokens: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows, values and classes of the entries of targets and candidates of some rows. Other entries and
-        targets have the share of the softmax; for candidates that are frequent `FrequentClasses.compute_gradient` left
-        it out."""
+    def _exact_entries(self, call: GradientCall, tokens: slice) -> ExactEntries:
+        """Return the entries of targets and candidates of some rows. Other entries and targets have the share of the
+        softmax; for candidates that are frequent `FrequentClasses.compute_gradient` left it out."""
         ctx, index, grads = self._context, self._context.selection.index, self._context.candidate_grads
         logprob, factors = call.normalizer[LOGPROB], call.row_gradient
         ids, z = slice_columns(self._target, tokens)[:, None], (logprob + log_sum_exp(call.normalizer))[:, None]
@@ -258,7 +254,7 @@ class SampledGradients:
             values = torch.cat((values, torch.where(is_left_out, value / count, terms)), 1)
             ids = torch.cat((ids, candidates), 1)
         rows = torch.arange(tokens.start, tokens.stop, device=ids.device) if index is None else index[tokens]
-        return rows[:, None], values, ids.masked_fill(ids < 0, ctx.vocab_size)
+        return ExactEntries(rows[:, None], values, ids.masked_fill(ids < 0, ctx.vocab_size))
 
     def finish(self) -> None:
         """Compute dW and the gradient of the bias."""
@@ -284,14 +280,9 @@ class SampledGradients:
             )  # fmt: skip
 
 
-def row_mark_bytes(vocab_size: int) -> int:
-    """Return the bytes of the marks of a token."""
-    return 4 * ceil_div(vocab_size, WORD_CLASSES)
-
-
 def default_rows(c: Case) -> int:
     """Return the number of tokens of a chunk without a budget."""
-    rows = MAX_MARK_BYTES // row_mark_bytes(c.vocab_size)
+    rows = MAX_MARK_BYTES // (4 * ceil_div(c.vocab_size, WORD_CLASSES))
     return max(1, min(c.chunk_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE)))
 
 
@@ -349,14 +340,8 @@ class Sampled(Deferred):
         if ctx.problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self.fallback.backward(ctx)
             return
-        # Marks need no memory here: a chunk has more tokens. All chunks have about the same number.
-        hidden_sizes = sum(ctx.terms[k].input.shape[1] for k in ctx.dx_terms)
-        of_frequent = num_frequent(ctx.vocab_size) * ctx.dtypes.logits_grad.itemsize
-        row_bytes = of_frequent + hidden_sizes * ctx.normalizer.element_size()
-        rows = self.rows * row_mark_bytes(ctx.vocab_size) // (row_bytes * ROW_MULTIPLE) * ROW_MULTIPLE
-        rows = equal_rows(ctx.selection.num_rows, max(self.rows, rows))
-        wait_for_number, gradients = ctx.count_entries(), SampledGradients(ctx, rows, self.sample_below)
-        for chunk in ctx.chunks(rows):
+        wait_for_number, gradients = ctx.count_entries(), SampledGradients(ctx, self.rows, self.sample_below)
+        for chunk in ctx.chunks(self.rows):
             gradients.add_frequent(chunk)
             if chunk.start == 0:  # The first products run while the host waits for the number.
                 num_entries = wait_for_number()
