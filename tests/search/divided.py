@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {"autocast": lambda: torch.autocast("cpu", torch.bflo
 
 def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
     call = arguments.draw_head(rng, rng, device)
-    processes = rng.randint(1, MOST)
+    processes = rng.randint(1, min(most_processes(), MOST))
     in_sequence = rng.random() < 0.3
     length = processes * rng.randint(1, 4) if in_sequence else rng.randint(1, 12)
     return {
