@@ -358,18 +358,19 @@ class Samples(NamedTuple):
 
 
 class SampledEntries(NamedTuple):
-    """The values of a list of entries, in its order, and behind them exact entries of all rows."""
+    """The values of a list of entries, in its order. Behind them exact entries of all rows, which backends do not
+    write."""
 
     rows: Tensor  # (entries,) int32 rows of the call
     values: Tensor  # (entries,) of the accumulation dtype, 0 for entries that were dropped
     classes: Tensor  # (entries,) int32; V for entries that were dropped
-    logits: Tensor | None  # (entries,) of all terms; None: of the only term, not stored
+    logits: Tensor | None  # (listed entries,) of all terms; None: of the only term, not stored
     first_class: int  # see `Marks`
     sample_below: float
 
 
 class ExactEntries(NamedTuple):
-    """Entries of some rows that are not sampled: their target and candidates."""
+    """Entries of some rows that are not sampled: their target and candidates. Contiguous."""
 
     rows: Tensor  # (rows, 1) int64 rows of the call
     values: Tensor  # (rows, K)
@@ -462,7 +463,8 @@ class Backend(Protocol):
         """Compute the values of the entries of some rows, and dX.
 
         With p the probability of an entry, computed from ``call.normalizer``, g its gradient and q = min(1, p /
-        ``out.sample_below``), the value is g / q if u < q (see `Marks`), and 0 otherwise and for the target.
+        ``out.sample_below``), the value is g / q if u < q (see `Marks`), and 0 otherwise. It is also 0 for the target,
+        whose gradient is in `exact`.
 
         Args:
             x: (rows, H); weight: (V, H).

@@ -51,6 +51,13 @@ def test_logits_in_registers(features: dict[str, Any], monkeypatch: pytest.Monke
     check(problem, options=sampled(chunk_rows=8), tolerance=2e-3)
 
 
+def test_targets_near_the_cap(backend: str, device: torch.device) -> None:
+    """Their small derivatives have all digits, although their log-probabilities are rounded more than z."""
+    problem = make_problem((9,), 8, 60, dtype=torch.float32, device=device, bias=True, softcap=5.0, temperature=50.0)
+    problem.input.mul_(100.0)
+    check(problem, options=sampled(), tolerance=5e-6)
+
+
 def gradients(problem: Problem, options: flce.ChunkOptions) -> list[Any]:
     result = run_fused(problem, options=options)
     return [result.grad_input, result.grad_weight]

@@ -129,6 +129,7 @@ def test_sums_of_dx_have_at_most_the_requested_rows(weight_grad: bool, budget: i
     of_dx = plan.schedule.dx_schedule if isinstance(plan.schedule, SeparatePasses) else plan.schedule
     assert isinstance(of_dx, ChunksOfBlocks)
     assert of_dx.rows <= 16
+    assert not weight_grad or plan.workspace_bytes > budget // 2  # Tiles for dW use the budget.
 
 
 @pytest.mark.parametrize("rows", [3, 4])

@@ -180,11 +180,11 @@ class SeparatePasses(Deferred):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        return sizes_up_to(c.chunk_rows) if any(c.needs.inputs) and (any(c.needs.weights) or c.needs.bias) else NO_SIZES
+        return sizes_up_to(c.num_tokens) if any(c.needs.inputs) and (any(c.needs.weights) or c.needs.bias) else NO_SIZES
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> SeparatePasses:
-        dx_schedule = ChunksOfBlocks.from_size(c, size)
+        dx_schedule = ChunksOfBlocks.from_size(c, min(size, c.chunk_rows))
         # A tile for dW has about as many bytes as the sum and the tile for dX together.
         rows, class_entries = block_rows(c, size)
         cols = min(c.vocab_size, 4 * c.hidden_sizes[0] * size // class_entries)
@@ -205,8 +205,8 @@ class SeparatePasses(Deferred):
 def block_rows(c: Case, chunk_rows: int) -> tuple[int, int]:
     """Return the number of tokens of a block's tile, and the entries of the tile and of sums of dW for each class.
 
-    A tile has all tokens, whose dW needs no sum. If ignored tokens are dropped, hidden states are copied, so a tile
-    has only `chunk_rows` tokens."""
+    A tile has all tokens of the call, whose dW needs no sum, or those of `ChunkOptions.chunk_rows`. If ignored tokens
+    are dropped, hidden states are copied, so a tile has only `chunk_rows` tokens."""
     rows = min(chunk_rows, c.chunk_rows) if c.skip_ignored else c.chunk_rows
     return rows, max(1, c.num_tokens if rows == c.chunk_rows else rows + 2 * c.hidden_sizes[0])
 

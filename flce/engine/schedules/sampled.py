@@ -202,8 +202,8 @@ class SampledGradients:
         self._entries.classes.fill_(ctx.vocab_size)
 
     def add_frequent(self, tokens: slice) -> None:
-        """Compute the share of frequent classes in dX of some rows, and add the rows to their share of dW. The entries
-        of targets and candidates are computed here, too, because the host does not wait before."""
+        """Compute the share of frequent classes in dX of some rows, and add the rows to their share of dW. And the
+        entries of targets and candidates, so that the device has work while the host waits for the number of others."""
         ctx, xs, frequent = self._context, self._context.term_inputs(tokens), self._frequent
         call, dlogits, smoothing = ctx.gradient_call(tokens), frequent.compute_gradient(tokens, self._tile), None
         if self._class_weight is not None:
@@ -235,15 +235,22 @@ class SampledGradients:
             if k == 0 or grad is not None:
                 dense = self._dense_dx.pop(k, None)
                 ctx.backend.sampled_gradient(x, term.weight, *rows, dense, grad, ctx.gradient_scale, False)
+        del self._exact
 
     def _exact_entries(self, call: GradientCall, tokens: slice) -> ExactEntries:
-        """Return the entries of targets and candidates of some rows. Other entries and targets have the share of the
-        softmax; for candidates that are frequent `FrequentClasses.compute_gradient` left it out."""
+        """Return the entries of targets and candidates of some rows. Targets have their whole gradient: kernels omit
+        them from the list. The share of the softmax of a candidate is in the list; if it is frequent
+        `FrequentClasses.compute_gradient` left it out."""
         ctx, index, grads = self._context, self._context.selection.index, self._context.candidate_grads
-        logprob, factors = call.normalizer[LOGPROB], call.row_gradient
-        ids, z = slice_columns(self._target, tokens)[:, None], (logprob + log_sum_exp(call.normalizer))[:, None]
+        logprob, factors, inverse = call.normalizer[LOGPROB], call.row_gradient, call.inputs.inverse_temperature
+        ids, z = slice_columns(self._target, tokens)[:, None], torch.zeros_like(logprob)[:, None]
+        if call.spec.softcap is not None:  # Log-probabilities are rounded more than z near the cap.
+            for x, term in zip(ctx.term_inputs(tokens), ctx.terms, strict=True):
+                ctx.backend.row_products(x, term.weight, ids, z)
+            z = z if call.inputs.bias is None else z + call.inputs.bias[ids.clamp(min=0)]
+            z = call.spec.transform(z, inverse)
         of_target = softmax_minus_target(softmax_factor_with_entropy(factors, logprob), factors[TARGET], logprob)
-        values = of_target[:, None] * call.spec.jacobian(z, call.inputs.inverse_temperature)
+        values = of_target[:, None] * call.spec.jacobian(z, inverse)
         if grads is not None:
             assert grads.terms is not None
             candidates, value, terms = (t[tokens] for t in (grads.ids, grads.values, grads.terms))
