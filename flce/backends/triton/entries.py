@@ -26,13 +26,7 @@ from flce.backends.contract import (
     StatisticsCall,
 )
 from flce.backends.triton.launch import Launch, build_launch, thread_options
-from flce.backends.triton.math import (
-    LOG2_E,
-    load_normalizer,
-    load_row_gradient,
-    load_scale,
-    transform,
-)
+from flce.backends.triton.math import LOG2_E, load_normalizer, load_row_gradient, load_scale, transform
 from flce.backends.triton.replay import run
 from flce.core.problem import accumulation_dtype
 
@@ -166,15 +160,7 @@ def entry_rows(
     return tl.load(weight_ptr + place, mask=mask, other=0.0).to(ACCUM)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "normalizer_stride",
-        "row_gradient_stride",
-        "num_exact",
-        "first_class",
-        "vocab_size",
-    ]
-)
+@triton.jit(do_not_specialize=["normalizer_stride", "row_gradient_stride", "num_exact", "first_class", "vocab_size"])
 def gradient_kernel(
     x_ptr,  # (rows, hidden)
     weight_ptr,  # (V, hidden)
