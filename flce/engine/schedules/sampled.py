@@ -225,8 +225,6 @@ class SampledGradients:
         """Write dX of some rows, and the values of their entries."""
         ctx, xs = self._context, self._context.term_inputs(tokens)
         rows = ctx.gradient_call(tokens), self._samples.select_rows(tokens), self._exact, self._entries
-        for memory, exact in zip(self._entries[:3], self._exact, strict=True):
-            memory[self._num_listed :].unflatten(0, (-1, self._exact.values.shape[1]))[tokens] = exact
         if self._entries.logits is not None:
             for x, term in zip(xs, ctx.terms, strict=True):
                 ctx.backend.sampled_gradient(x, term.weight, *rows, None, None, None, True)
@@ -235,6 +233,8 @@ class SampledGradients:
             if k == 0 or grad is not None:
                 dense = self._dense_dx.pop(k, None)
                 ctx.backend.sampled_gradient(x, term.weight, *rows, dense, grad, ctx.gradient_scale, False)
+        for memory, exact in zip(self._entries[:3], self._exact, strict=True):
+            memory[self._num_listed :].unflatten(0, (-1, self._exact.values.shape[1]))[tokens] = exact
         del self._exact
 
     def _exact_entries(self, call: GradientCall, tokens: slice) -> ExactEntries:
