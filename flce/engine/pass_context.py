@@ -482,7 +482,7 @@ def _count_sampled_pass(kind: str) -> None:
     if kind == "dense" and 2 * sampled_passes["dense"] > sampled_passes.total():
         find_caller().warn(
             f"gradients are not sampled: a token needs more than {ENTRIES_PER_TOKEN} entries on average, or a sum of "
-            "exponentials is not finite. This is so in most calls until now, and dense gradients take longer than "
-            "without sample_below. flce.report(model) counts them",
+            "exponentials or a hidden state is not finite. This is so in most calls until now, and dense gradients "
+            "take longer than without sample_below. flce.report(model) counts them",
             RuntimeWarning,
         )

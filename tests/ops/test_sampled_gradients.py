@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -149,6 +150,18 @@ def test_random_numbers(torch_backend: str) -> None:
         for skip in (False, True)
     )
     torch.testing.assert_close(kept, dropped, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("skip", [False, "auto", True])
+def test_ignored_rows_that_hold_no_numbers(skip: Any, bad: float, backend: str, device: torch.device) -> None:
+    """The gradient of the weight is NaN where dense ones are: in their column, and with skip_ignored=True nowhere."""
+    problem = make_problem((16,), 8, 130, dtype=torch.float64, ignored=0.4, device=device)
+    problem.input[problem.target == -100, 2] = bad
+    got = run_fused(problem, options=sampled(2.0**-5, skip_ignored=skip))
+    assert got.grad_weight is not None
+    assert got.grad_weight[:, 2].isnan().all() == (skip is not True)
+    assert got.grad_weight[:, 3:].isfinite().all()
 
 
 def test_backends_draw_the_same_entries(device: torch.device) -> None:

@@ -135,17 +135,16 @@ class FrequentClasses:
         return of_chunk.compute_gradient(slice(0, len(exact)), of_chunk.all_classes, tile)
 
 
-def choose_frequent(ctx: PassContext, target: Tensor, out: Tensor) -> Tensor:
+def choose_frequent(ctx: PassContext, means: list[Tensor], target: Tensor, out: Tensor) -> Tensor:
     """Write the frequent classes of this process to `out`, (K,): targets, and the classes with the largest logits of
-    the mean hidden state. If there are more targets, those with the largest logits. target: of `local_targets`.
+    the mean hidden state. If there are more targets, those with the largest logits. means: (1, H) of each term; target:
+    of `local_targets`.
 
     Return the bits of the frequent classes, (words,) int32."""
     bias = ctx.problem.linear_bias
     logits = ctx.new_tile(1, ctx.vocab_size + 2, ctx.normalizer.dtype)  # behind the classes for other targets
     z = logits[:, : ctx.vocab_size]
-    # Hidden states of ignored tokens may be NaN or infinite.
-    means = [term.input.mean(0, keepdim=True).nan_to_num(0.0, 0.0, 0.0) for term in ctx.terms]
-    ctx.write_logits(means, ctx.all_classes, z)
+    ctx.write_logits([mean.nan_to_num(0.0, 0.0, 0.0) for mean in means], ctx.all_classes, z)
     if bias is not None:
         z += bias
     if ctx.rows.spec.scale < 0.0:
@@ -296,7 +295,7 @@ def default_rows(c: Case) -> int:
 @dataclass(frozen=True)
 class Sampled(Deferred):
     """Loop over chunks for statistics and a list of entries, and again for gradients. One product, and gathers of rows
-    of x and W. If the list is full, or a sum of exponentials is not finite, backward computes dense gradients."""
+    of x and W. If the list is full, or a number is not finite, backward computes dense gradients."""
 
     rows: int
     sample_below: float
@@ -323,7 +322,8 @@ class Sampled(Deferred):
         ctx.samples_memory = ctx.new((sum(Samples.sizes(n, size)),), torch.int32)
         samples, logarithm = ctx.samples, math.log(self.sample_below) - BOUND_MARGIN
         samples.bounds.zero_()
-        omitted = choose_frequent(ctx, target, samples.frequent)
+        means = [term.input.mean(0, keepdim=True) for term in ctx.terms]
+        omitted = choose_frequent(ctx, means, target, samples.frequent)
         frequent = FrequentClasses(ctx, samples.frequent, target)
         # Products write the words of whole blocks.
         row_words = ceil_div(size, FUSED_PRODUCT_BLOCK) * FUSED_PRODUCT_BLOCK // WORD_CLASSES
@@ -336,6 +336,9 @@ class Sampled(Deferred):
             ctx.compute_statistics(chunk, logits, Marks(threshold, of_rows.seeds, ctx.rows.first_class, words))
             ctx.backend.list_entries(words[:, : len(omitted)], omitted, of_rows)
             del words  # before the next ones are allocated
+        if ctx.selection.index is None:  # If an ignored row is not finite, dW of all classes is NaN, as if dense.
+            is_finite = torch.cat(means, 1).isfinite().all()
+            samples.bounds[-1].masked_fill_(~is_finite, len(samples.classes) + 1)
         if self.statistics.top_k is not None:
             self.statistics.top_k.forward(ctx)
 
