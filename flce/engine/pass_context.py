@@ -179,10 +179,14 @@ class PassContext:
     def multiply_vector(self, vector: Tensor, matrix: Tensor) -> Tensor:
         """Return two rows, (2, cols), whose sum is ``vector @ matrix``: the vector is the sum of two numbers of the
         matrix's dtype, which is precise enough."""
+        peak = None
+        if matrix.dtype == torch.float16:  # It has few numbers below 1e-5: the largest becomes 1.
+            peak = vector.abs().amax().clamp_(min=1e-30)
+            vector = vector / peak
         rounded = vector.to(matrix.dtype)
         product = self.new((2, matrix.shape[1]), vector.dtype)
         self.matmul(torch.stack((rounded, (vector - rounded).to(matrix.dtype))), matrix, out=product)
-        return product
+        return product if peak is None else product.mul_(peak)
 
     def add_column_sums(self, x: Tensor, out: Tensor) -> None:
         """Add the sums over rows of `x`, (rows, cols), to `out`, (cols,)."""

@@ -152,6 +152,16 @@ def test_random_numbers(torch_backend: str) -> None:
     torch.testing.assert_close(kept, dropped, rtol=1e-4, atol=1e-6)
 
 
+def test_small_gradients_with_label_smoothing(backend: str, device: torch.device) -> None:
+    """The share of the smoothing is not lost in float16, whose least number is 6e-8."""
+    problem = make_problem((12,), 8, 20, dtype=HALF, label_smoothing=0.3, device=device)
+    problem.input[:, 3], problem.linear_weight[:, 3] = 32768.0, 0.0
+    got, want = run_fused(problem, options=sampled(), grad_output=1e-8), run_oracle(problem, grad_output=1e-8)
+    assert got.grad_weight is not None
+    assert want.grad_weight is not None
+    assert relative_error(got.grad_weight, want.grad_weight) < 1e-2
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("skip", [False, "auto", True])
 def test_ignored_rows_that_hold_no_numbers(skip: Any, bad: float, backend: str, device: torch.device) -> None:
