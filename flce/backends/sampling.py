@@ -122,8 +122,8 @@ def sampled_weight_gradient(
     x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, place: Tensor, dense: Tensor, grad: Tensor,
     gradient_scale: Tensor | None, class_weight: Tensor | None, subtracted: Tensor | None,
 ) -> None:  # fmt: skip
-    total, place = x.new_zeros(grad.shape, dtype=dense.dtype), place[: len(grad)]
-    total[place >= 0] = dense[place[place >= 0]]
+    total, frequent = x.new_zeros(grad.shape, dtype=dense.dtype), (place[: len(grad)] >= 0).nonzero()[:, 0]
+    total[frequent] = dense[place[frequent]]
     for part in order[: int(bounds[-1])].split(ENTRIES_AT_ONCE):
         rows = x[entries.rows[part].long()].to(total.dtype)
         total.index_add_(0, entries.classes[part].long(), rows.mul_(entries.values[part, None]))

@@ -336,7 +336,7 @@ class Sampled(Deferred):
             ctx.compute_statistics(chunk, logits, Marks(threshold, of_rows.seeds, ctx.rows.first_class, words))
             ctx.backend.list_entries(words[:, : len(omitted)], omitted, of_rows)
             del words  # before the next ones are allocated
-        if ctx.selection.index is None:  # If an ignored row is not finite, dW of all classes is NaN, as if dense.
+        if ctx.dw_terms and ctx.selection.index is None:  # dW of an ignored row that is not finite is NaN, as if dense.
             is_finite = torch.cat(means, 1).isfinite().all()
             samples.bounds[-1].masked_fill_(~is_finite, len(samples.classes) + 1)
         if self.statistics.top_k is not None:

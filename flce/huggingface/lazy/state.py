@@ -315,8 +315,11 @@ class LazyState:
                 weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
             if index.dim() == 1:
                 return F.linear(hidden, weight[index], None if bias is None else bias[index])
-            z = torch.matmul(F.embedding(index, weight), hidden.unsqueeze(-1)).squeeze(-1)
-            return z if bias is None else z + bias[index].to(z.dtype)
+            rows, hidden = F.embedding(index, weight), hidden.unsqueeze(-1)
+            if bias is None:
+                return torch.matmul(rows, hidden).squeeze(-1)
+            operands = bias[index].to(rows.dtype).unsqueeze(-1), rows, hidden
+            return torch.baddbmm(*(t.flatten(0, -3) for t in operands)).view(index.shape)  # rounded once, as in stock
 
         self.count_result(is_loss=False)
         with self.gathered_weights():
